@@ -355,6 +355,27 @@ def test_the_difference_is_measured_and_said_once() -> None:
     assert tiles.difference is not None and 0 < tiles.difference < 1e-5
 
 
+def test_no_difference_is_named_where_pieces_draw_other_random_numbers() -> None:
+    net, x = model(dropout=0.5, dtype=torch.float32), tokens(dtype=torch.float32)
+    tiles = tiled(net)
+    with pytest.warns(LowtideWarning, match="not measured, because the modules draw random numbers") as said:
+        step(net, x)
+    assert len(said) == 1 and tiles.difference is None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_token_along_the_dimension_is_said(grad: bool) -> None:
+    net = nn.Embedding(10, WIDTH)
+    tiles = lowtide.tile(net, 4)
+    with warnings.catch_warnings(record=True) as said, torch.set_grad_enabled(grad):
+        warnings.simplefilter("always")
+        net(torch.arange(8).view(1, 8))
+        net(torch.arange(8).view(1, 8))
+    texts = [str(one.message) for one in said]
+    assert len(texts) == grad and all(r"(1, 8), one token along dim=-2" in text for text in texts)
+    tiles.remove()
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -416,6 +437,36 @@ class MeanLoss(nn.Module):
         return x.square().mean()
 
 
+class Balanced(nn.Module):
+    """Experts whose router has a loss of its own: the model reads it from an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.route(x).softmax(-1)
+        self.loss = shares.mean((0, 1)).square().sum()
+        return sum(expert(x) * shares[..., at, None] for at, expert in enumerate(self.experts))  # pyright: ignore
+
+
+def watched() -> nn.Module:
+    """An MLP of which a forward hook collects something."""
+    net, found = MLP(), list[Tensor]()
+    net.gate.register_forward_hook(lambda *given: found.append(given[2]))
+    return net
+
+
+def in_pieces() -> nn.Module:
+    """An output layer whose logits stand-ins take the place of."""
+    net = nn.Sequential()
+    net.head = nn.Linear(WIDTH, 64)
+    lowtide.chunked_loss(net)
+    return net.head
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -426,8 +477,22 @@ class MeanLoss(nn.Module):
         (Mean, r"tile\(Mean\): its forward writes to its buffer 'mean'"),
         (Foreign, r"tile\(Foreign\): its forward reads a tensor of shape \(32,\)"),
         (MeanLoss, r"tile\(MeanLoss\): it returns a tensor of shape \(\) that is neither"),
+        (Balanced, r"tile\(Balanced\): a tensor that has a gradient leaves it"),
+        (watched, r"tile\(MLP\): a tensor that has a gradient leaves it"),
+        (in_pieces, r"tile\(Linear\): chunked_loss makes its output in pieces already"),
     ],
-    ids=["attention", "batch norm", "tracked", "capacity", "running mean", "foreign", "mean"],
+    ids=[
+        "attention",
+        "batch norm",
+        "tracked",
+        "capacity",
+        "running mean",
+        "foreign",
+        "mean",
+        "attribute",
+        "hook",
+        "logits",
+    ],
 )
 def test_what_is_no_function_of_single_tokens_is_refused(module: Callable[[], nn.Module], said: str) -> None:
     torch.manual_seed(0)
@@ -449,6 +514,7 @@ def test_a_module_that_fails_on_a_piece_says_that_it_was_one() -> None:
     ("call", "said"),
     [
         (lambda: lowtide.tile(3), r"tile\(module=\)"),  # pyright: ignore
+        (lambda: lowtide.tile("mlp"), r"tile\(module=\) was given 'mlp'"),  # pyright: ignore
         (lambda: lowtide.tile([]), r"tile\(module=\)"),
         (lambda: lowtide.tile(nn.ReLU(), 0), r"tile\(pieces=\)"),
         (lambda: lowtide.tile(nn.ReLU(), dim="x"), r"tile\(dim=\)"),  # pyright: ignore

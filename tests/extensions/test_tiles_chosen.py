@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -197,3 +198,48 @@ def test_where_the_loss_is_the_peak_the_limit_computes_it_in_pieces() -> None:
     assert handle.plan is not None and any("the loss in" in note for note in handle.plan.notes)
     handle.remove()
     assert "forward" not in net.head.__dict__
+
+
+class Watched(nn.Module):
+    """Its loss has a part that a forward hook collects inside of an MLP, and an output layer in two parts, as
+    an adapter makes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.mlp, self.head = nn.Embedding(4096, WIDTH), MLP(), Adapted()
+        self.found: list[Tensor] | None = None
+        self.mlp.up.register_forward_hook(self.collect)
+
+    def collect(self, *given: Any) -> None:
+        if self.found is not None:
+            self.found.append(given[2])
+
+    def forward(self, words: Tensor) -> Tensor:
+        found = self.found = []
+        logits = self.head(self.mlp(self.words(words)))
+        extra, self.found = sum(one.mean((0, 1)).square().sum() for one in found), None
+        return F.cross_entropy(logits.flatten(0, 1), words.flatten()) + extra
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, 4096, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 4096, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_no_module_is_chosen_that_makes_logits_in_pieces_or_is_watched_inside() -> None:
+    net, words = Watched(), torch.randint(4096, (1, TOKENS))
+    net(words).backward()
+    wanted = [p.grad for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    lowtide.limit_memory(net, "min", tiles="auto")
+    net(words).backward()
+    for one, other in zip((p.grad for p in net.parameters() if p.grad is not None), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert all(tiled_forward(one) is None for one in (*net.mlp.modules(), *net.head.modules()))

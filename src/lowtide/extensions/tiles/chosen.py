@@ -22,7 +22,13 @@ from torch import nn
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError, TraceError
 from lowtide.extension import Extension
-from lowtide.extensions.tiles.loss import ChunkedLoss, chunked_loss, chunked_loss_of, has_output_layer
+from lowtide.extensions.tiles.loss import (
+    ChunkedLoss,
+    chunked_loss,
+    chunked_loss_of,
+    has_output_layer,
+    output_layer,
+)
 from lowtide.extensions.tiles.tile import Tiling, tile, tiled_forward
 from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import suspended
@@ -179,6 +185,7 @@ class _Search:
     ) -> None:
         self._limiter, self._inputs, self._costs, self._say = limiter, inputs, costs, say
         self._model: nn.Module = limiter.model
+        self._head = output_layer(self._model)
         self._forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._tokenwise: dict[str, bool] = {}
 
@@ -209,7 +216,12 @@ class _Search:
                 tiling.chosen, tilings[kind] = True, tiling
             before = tiling.pieces
             tiling.pieces = self._pieces(holds[kind], least, limit, before)
-            graph, now, holds_now = self._look()
+            try:
+                graph, now, holds_now = self._look()
+            except TraceError:  # refused by `tile` where it is called
+                done.add(kind)
+                tiling.pieces = before
+                continue
             if now > (1 - _SPARES) * least:
                 done.add(kind)
                 tiling.pieces = before
@@ -275,10 +287,12 @@ class _Search:
                 hook.remove()
 
     def _held(self, simulator: Any, simulation: Any) -> dict[str, int]:
-        """Bytes at the peak by kind of module, those inside it included."""
+        """Bytes at the peak by kind of module, those inside it included. What makes logits is of the loss."""
+        inside = set[nn.Module]() if self._head is None else set(self._head.modules())
+        logits = {name for name, module in self._model.named_modules() if module in inside}
         held = defaultdict[str, int](int)
         for piece in pieces_at_peak(simulator, simulation):
-            if piece.name == LOSS:
+            if piece.name == LOSS or piece.module in logits:
                 held[LOSS_TILES] += piece.bytes
                 continue
             name = piece.module
@@ -315,7 +329,11 @@ class _Search:
             return loss.chosen if loss is not None else has_output_layer(self._model)
         if kind not in self._tokenwise:
             form = next((form for name, form in self._forms.items() if by_members(name)[0] == kind), None)
-            self._tokenwise[kind] = form is not None and treats_tokens_alone(self._alike(kind)[0], *form)
+            first = self._alike(kind)[0]
+            makes_logits = self._head is not None and self._head in set(first.modules())
+            self._tokenwise[kind] = (
+                form is not None and not makes_logits and treats_tokens_alone(first, *form)
+            )
         return self._tokenwise[kind]
 
     def _pieces(self, held: int, least: int, limit: int | None, before: int) -> int:

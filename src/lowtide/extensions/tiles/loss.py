@@ -303,6 +303,16 @@ def has_output_layer(model: torch.nn.Module) -> bool:
     return next(_layers(model), None) is not None
 
 
+def output_layer(model: torch.nn.Module) -> torch.nn.Module | None:
+    """What makes the model's logits."""
+    head: Any = None
+    if (find := getattr(model, "get_output_embeddings", None)) is not None:
+        head = find()
+    if head is None:
+        head = getattr(model, "head", None)
+    return head if isinstance(head, torch.nn.Module) else None
+
+
 def _forward_of(layer: torch.nn.Module) -> _Forward | None:
     found = layer.__dict__.get("forward")
     return found if isinstance(found, _Forward) else None
@@ -310,13 +320,8 @@ def _forward_of(layer: torch.nn.Module) -> _Forward | None:
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The linear layers that make logits: the output layer, or those inside it (of adapters)."""
-    head = None
-    find = getattr(model, "get_output_embeddings", None)
-    if find is not None:
-        head = find()
+    head = output_layer(model)
     if head is None:
-        head = getattr(model, "head", None)
-    if not isinstance(head, torch.nn.Module):
         return
     linear: list[Any] = [
         one for one in head.modules() if isinstance(one, torch.nn.Linear) or _is_parallel(one)

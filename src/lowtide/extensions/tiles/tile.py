@@ -12,7 +12,9 @@ forward a third time.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lowtide import private
 from lowtide.errors import PlanError, expect, is_count, shorten
+from lowtide.extensions.tiles.stand_in import Logits
 from lowtide.interception import suspended
 from lowtide.run.messages import warn
 
@@ -43,7 +46,7 @@ class Tiling:
         chosen: a limit has chosen them (`lowtide.extensions.tiles.chosen`).
         difference: how far a weight's gradient, as the sum over pieces, was from that of one product: the
             largest difference as a share of the gradient's largest element, in the first backward of each
-            module; ``None`` before.
+            module; ``None`` before, and where the modules draw random numbers.
     """
 
     def __init__(self, modules: Sequence[nn.Module], pieces: int, dimension: int) -> None:
@@ -51,6 +54,7 @@ class Tiling:
         self.pieces = pieces
         self.chosen = False
         self.difference: float | None = None
+        self._told: set[str] = set()
         for module in self.modules:
             TiledForward(module, self).install()
 
@@ -71,14 +75,25 @@ class Tiling:
             if tiled is not None and tiled.tiling is self:
                 tiled.uninstall()
 
-    def saw(self, difference: float) -> None:
-        """A module's first backward has measured by how much its weights' gradients differ."""
-        is_first, self.difference = self.difference is None, max(difference, self.difference or 0.0)
-        if is_first:
-            warn(
-                f"tiles add the gradients of weights up over {self.pieces} pieces, in another order than the "
-                f"plain step: in the first step they differ by up to {difference:.1g} of the largest gradient"
-            )
+    def saw(self, difference: float | None) -> None:
+        """A module's first backward has measured by how much its weights' gradients differ; ``None`` where it
+        draws random numbers, which pieces draw in another order.
+        """
+        how = "by how much is not measured, because the modules draw random numbers"
+        if difference is not None:
+            self.difference = max(difference, self.difference or 0.0)
+            how = f"in the first step they differ by up to {difference:.1g} of the largest gradient"
+        self.say(
+            "order",
+            f"tiles add the gradients of weights up over {self.pieces} pieces, in another order than the "
+            f"plain step: {how}",
+        )
+
+    def say(self, what: str, text: str) -> None:
+        """Warn of one thing once."""
+        if what not in self._told:
+            self._told.add(what)
+            warn(text)
 
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
@@ -94,8 +109,8 @@ def tile(module: nn.Module | Iterable[nn.Module], pieces: int = 8, *, dim: int =
     autocast and gradients of several inputs are as without tiles. Without gradients the pieces run as well.
 
     The first call is checked: a module whose output for one token depends on others (attention, a batch norm,
-    a router with capacity) is refused, and one that writes to its buffers, or reads weights that are not its
-    own.
+    a router with capacity) is refused, and one that writes to its buffers, reads weights that are not its
+    own, or lets a tensor out that has a gradient and that it does not return (an attribute, a forward hook).
 
     Args:
         module: the module, or several. Its forward is replaced on the instance until ``remove()``.
@@ -125,7 +140,8 @@ def tile(module: nn.Module | Iterable[nn.Module], pieces: int = 8, *, dim: int =
         True
     """
     given = "a torch.nn.Module, or several"
-    expect(isinstance(module, (nn.Module, Iterable)), "tile(module=)", module, given)
+    several = isinstance(module, Iterable) and not isinstance(module, str)
+    expect(several or isinstance(module, nn.Module), "tile(module=)", module, given)
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     for one in modules:
         expect(isinstance(one, nn.Module), "tile(module=)", one, given)
@@ -220,6 +236,7 @@ class TiledForward:
             leaves[place] = None  # backward asks for the rest, and is not to hold the tensors by it
         split = self._split(tensors)
         if len(split.pieces) < 2:
+            self._note_whole(tensors[0], split)
             return self.forward(*args, **kwargs)
 
         def rebuilt(parts: Sequence[Tensor]) -> Any:
@@ -231,11 +248,15 @@ class TiledForward:
 
         needed = tuple(tensor.requires_grad for tensor in tensors)
         call = _Call(self, split, needed, rebuilt, _Modes(tensors[0].device, self.module.training))
-        if self.module.training not in self.checked and not private.is_fake_mode_active():
+        if self.module.training not in self.checked:
             self._check_units()
             try:
                 with _unseen():
-                    _check(call, tensors)
+                    if private.is_fake_mode_active():  # a trace, which has no values, and is not to see this
+                        with private.without_dispatch_modes():
+                            _checked_outputs(call, _sampled(call, tensors))
+                    else:
+                        _check(call, tensors)
             except PlanError as error:
                 shorten(error)
                 raise
@@ -267,6 +288,16 @@ class TiledForward:
         pieces = tuple(slice(at, min(at + length, tokens)) for at in range(0, tokens, length))
         return _Split(dimension, tokens, pieces, tuple(map(is_tokenwise, tensors)))
 
+    def _note_whole(self, first: Tensor, split: _Split) -> None:
+        """Say that tiles do nothing where tokens probably lie along another dimension."""
+        if split.tokens == 1 and self.tiling.pieces > 1 and first.numel() > 1 and torch.is_grad_enabled():
+            self.tiling.say(
+                "whole",
+                f"{self.name} has no effect on this call: its first tensor has the shape "
+                f"{tuple(first.shape)}, one token along dim={self.tiling.dimension}. Give tile(dim=) the "
+                "dimension of the tokens",
+            )
+
     def _check_units(self) -> None:
         """Refuse a module with FSDP units inside it, whose weights are gathered by calls of these."""
         units = [name for name, one in self.module.named_modules() if name and private.is_unit(one)]
@@ -296,9 +327,9 @@ class _Modes:
             self._generators = [torch]
             if device.type not in ("cpu", "meta"):
                 self._generators.append(torch.get_device_module(device))
-        self._states = self._random_states()
+        self._states = self.random_states()
 
-    def _random_states(self) -> list[bytes]:
+    def random_states(self) -> list[bytes]:
         """Bytes, which are no tensors of the step."""
         return [one.get_rng_state().numpy().tobytes() for one in self._generators]
 
@@ -308,7 +339,7 @@ class _Modes:
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cache))
-            now = self._random_states()
+            now = self.random_states()
             self._set(self._states)
             stack.callback(self._set, now)
             yield
@@ -497,17 +528,21 @@ class _Gradients:
                 pairs.append((output, call.split.cut(gradient, piece) if tokenwise else gradient))
         return own, pairs
 
-    def difference(self) -> float:
+    def difference(self) -> float | None:
         """How far the gradients of weights are from their sums over pieces, on the first tokens: the largest
         difference as a share of a weight's largest gradient. One weight at a time takes little memory.
+        ``None`` where random numbers are drawn.
         """
-        split = self._call.split
+        split, modes = self._call.split, self._call.modes
         tokens, pieces = min(split.pieces[0].stop, _SAMPLE_TOKENS), len(split.pieces)
         length = max(1, math.ceil(tokens / pieces))
         starts, shares = range(0, tokens, length), [0.0]
         with _unseen():
             for weight in self._call.weights:
+                before = modes.random_states()
                 (whole,) = _found(self._run(slice(0, tokens))[1], [weight])
+                if modes.random_states() != before:
+                    return None
                 parts: Tensor | None = None
                 for at in starts:
                     pairs = self._run(slice(at, min(at + length, tokens)))[1]
@@ -558,8 +593,7 @@ def _check(call: _Call, tensors: Sequence[Tensor]) -> None:
         PlanError: it is none; says why.
     """
     split, name = call.split, call.tiled.name
-    length = min(split.pieces[0].stop, _SAMPLE_TOKENS)
-    whole = [tensor.detach() for tensor in call.cut(tensors, slice(0, length))]
+    whole, length = _sampled(call, tensors), _sample_length(split)
     odd = torch.arange(1, length, 2, device=tensors[0].device)
     pairs = zip(whole, split.tokenwise, strict=True)
     mixed = [_exchanged(one, split.dimension, odd) if divided else one for one, divided in pairs]
@@ -587,23 +621,52 @@ def _check(call: _Call, tensors: Sequence[Tensor]) -> None:
             )
 
 
+def _sample_length(split: _Split) -> int:
+    return min(split.pieces[0].stop, _SAMPLE_TOKENS)
+
+
+def _sampled(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The first tokens."""
+    return [tensor.detach() for tensor in call.cut(tensors, slice(0, _sample_length(call.split)))]
+
+
 def _checked_outputs(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     """What the module returns for the first tokens.
 
     Raises:
-        PlanError: it writes to its buffers, or reads a weight of another module.
+        PlanError: it writes to its buffers, reads a weight of another module, lets a tensor out that has a
+            gradient and that it does not return, or makes logits in pieces itself.
     """
     module, name = call.tiled.module, call.tiled.name
     buffers = {key: (one, private.version(one)) for key, one in module.named_buffers()}
+    saved = weakref.WeakSet[_Saved]()
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved.add(one := _Saved(tensor))
+        return one
+
     with call.modes.again(), torch.enable_grad():
         own = [one.detach().requires_grad_(needed) for one, needed in zip(tensors, call.needed, strict=True)]
         try:
-            outputs = call.outputs_of(own)
+            with private.saving(pack, _Saved.get):
+                outputs = call.outputs_of(own)
         except Exception as error:
             tokens = tensors[0].shape[call.split.dimension]
             error.add_note(f"{name}: the module ran on a piece of {tokens} tokens")
             raise
         _check_weights(call, outputs, own)
+    if any(isinstance(output, Logits) for output in outputs):
+        raise PlanError(f"{name}: chunked_loss makes its output in pieces already. Leave it out of the tiles")
+    outputs = [output.detach() for output in outputs]
+    if saved:
+        gc.collect()  # what only a cycle holds is not in use
+    if saved:
+        raise PlanError(
+            f"{name}: a tensor that has a gradient leaves it other than as a result of its forward (the loss "
+            "of a router that is kept as an attribute, or what a forward hook collects, as with "
+            "output_router_logits=True of transformers). Pieces would lose this gradient: return the tensor, "
+            "or tile the modules inside that do not make it"
+        )
     now = dict(module.named_buffers())
     for key, (one, version) in buffers.items():
         if now.get(key) is not one or private.version(one) != version:
@@ -611,7 +674,18 @@ def _checked_outputs(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
                 f"{name}: its forward writes to its buffer {key!r}, and would do so for each piece. Tile a "
                 "module inside it that has no such buffer"
             )
-    return [output.detach() for output in outputs]
+    return outputs
+
+
+class _Saved:
+    """A tensor that autograd holds: as long as this is there, so is the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()  # an output of a node would hold the node that holds it
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        return self._tensor
 
 
 def _exchanged(tensor: Tensor, dimension: int, odd: Tensor) -> Tensor:
