@@ -318,6 +318,20 @@ def test_a_smaller_step_that_fits_recomputes_nothing() -> None:
     assert governor.evicted == governor.replayed == 0
 
 
+def test_a_budget_that_holds_only_a_step_without_the_optimizers_state_is_refused_at_once() -> None:
+    def optimized(budget: str | int) -> tuple[Blocks, lowtide.Handle]:
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # whose update copies nothing
+        return model, lowtide.limit_memory(model, budget, optimizer=optimizer, progress=False)
+
+    model, handle = optimized("min")
+    first_loss(model, batch())
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    model, _ = optimized(int(0.9 * handle.plan.budget_bytes))
+    with pytest.raises(lowtide.BudgetError):
+        first_loss(model, batch())
+
+
 def test_what_cannot_be_held_is_said_and_then_refused() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -255,7 +255,8 @@ class PlanBook:
             # graph, the governor evicts some, and a plan nothing
             limit = maker.budget_bytes
             least = error.smallest_bytes if entry.facts.makes_graph else limit
-            held = governed_bytes is not None and governed_bytes <= (least or 0)
+            to_come = maker.claim.to_come_bytes  # of the optimizer's state, beside which later steps run
+            held = governed_bytes is not None and governed_bytes + to_come <= (least or 0)
             entry.is_held = held and limit is not None and maker.refusal(limit) is None
             refusal = None if entry.is_held else error
             kind.recorded = True  # a plan of an earlier step is no reason to let one run as it is
