@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from math import floor, log10
 
 
@@ -90,6 +91,17 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 def module_in_words(module: str) -> str:
     """A module in words. What no submodule runs, a loss outside among it, is the model itself."""
     return f"module {module!r}" if module else "the model itself"
+
+
+def outward(module: str) -> Iterator[str]:
+    """A module's name, and those around it.
+
+    >>> list(outward("blocks.5.mlp"))
+    ['blocks.5.mlp', 'blocks.5', 'blocks']
+    """
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 def by_members(module: str) -> tuple[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 from small_model import needs_meter
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -292,6 +294,35 @@ def test_only_what_enters_is_kept_and_inside_is_there_for_a_piece() -> None:
     assert peak <= 3 * entering + 2 * weights + 10 * inside // 16
     lowtide.tile(net, 1)
     assert lowtide.measure(run).peak_bytes > 3 * inside
+
+
+def test_a_plan_can_make_the_output_again_and_keeps_only_what_enters_a_block() -> None:
+    net, x = model(blocks=4), tokens()
+    whole = lowtide.trace(lambda x: net(x).sum(), x, model=net, fake=True)
+    tiled(net)
+    graph = lowtide.trace(lambda x: net(x).sum(), x, model=net, fake=True)
+    forward = [op for op in graph.operations if op.phase == "forward" and op.module]
+    assert all(op.replayable for op in forward)
+    kept = list[int]()
+    for one in (whole, graph):
+        stored = lowtide.plan(one, policy="full").stored  # type: ignore[operator]
+        made = {op.writes[0] for op in one.operations if op.phase == "forward" and op.module}
+        kept.append(sum(one.storages[one.values[value].storage].bytes for value in stored & made))
+    assert kept[1] == kept[0]
+
+
+def test_the_first_call_leaves_nothing_behind() -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    tiles = lowtide.tile(layer, 2)
+    gc.disable()
+    try:
+        entering = tokens(dtype=torch.float32) * 2
+        held = StorageWeakRef(entering.untyped_storage())
+        layer(entering).sum().backward()
+        del entering
+        assert tiles.difference is not None and held.expired()
+    finally:
+        gc.enable()
 
 
 @needs_meter

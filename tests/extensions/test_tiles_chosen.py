@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide.extensions.tiles.chosen import Tiles
 from lowtide.extensions.tiles.tile import tiled_forward
 
 WIDTH, TOKENS = 32, 1024
@@ -110,6 +111,18 @@ def test_the_smallest_budget_is_smaller_with_tiles() -> None:
         assert handle.plan is not None and handle.plan.budget_bytes is not None
         found.append(handle.plan.budget_bytes - 2 * sum(p.nbytes for p in net.parameters()))
     assert found[1] < 0.5 * found[0]
+
+
+def test_choosing_traces_twice_and_foresees_what_the_profile_shows() -> None:
+    net, calls = nn.Sequential(*(Block() for _ in range(3))), list[int]()
+    net[0].register_forward_hook(lambda *given: calls.append(given[1][0].shape[-2]))  # pyright: ignore
+    handle = lowtide.limit_memory(net, "min", tiles="auto")
+    step(net)
+    assert calls.count(TOKENS) == 3, "two traces, and the step"
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    (tiles,) = (one for one in handle.extensions if isinstance(one, Tiles))
+    assert len(tiles.rows) == 2
+    assert tiles.rows[1].smallest_bytes == pytest.approx(handle.plan.budget_bytes, rel=0.01)
 
 
 def test_a_budget_that_a_plan_meets_needs_no_tiles(smallest: int) -> None:

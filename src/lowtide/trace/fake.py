@@ -237,7 +237,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or self.closed:
+        if self._paused or self.closed or func.namespace == "prim":  # what asks for a tensor's device
             return private.call(func, args, kwargs)
         if any(map(is_wrapper_type, types)):
             return NotImplemented

@@ -44,6 +44,7 @@ class Tiling:
     Attributes:
         modules: as given.
         chosen: a limit has chosen them (`lowtide.extensions.tiles.chosen`).
+        refused: a call was refused, since a module is no function of single tokens.
         difference: how far a weight's gradient, as the sum over pieces, was from that of one product: the
             largest difference as a share of the gradient's largest element, in the first backward of each
             module; ``None`` before, and where the modules draw random numbers.
@@ -52,7 +53,7 @@ class Tiling:
     def __init__(self, modules: Sequence[nn.Module], pieces: int, dimension: int) -> None:
         self.modules, self.dimension = tuple(modules), dimension
         self.pieces = pieces
-        self.chosen = False
+        self.chosen = self.refused = False
         self.difference: float | None = None
         self._told: set[str] = set()
         for module in self.modules:
@@ -258,6 +259,7 @@ class TiledForward:
                     else:
                         _check(call, tensors)
             except PlanError as error:
+                self.tiling.refused = True
                 shorten(error)
                 raise
             self.checked.add(self.module.training)
@@ -574,12 +576,9 @@ def _sum(so_far: Tensor | None, more: Tensor | None) -> Tensor | None:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """A limit records none of the operations in the block, which no later step repeats."""
-    with suspended(), private.saving(_same, _same):
+    # a node that saved its own output itself would hold it for good
+    with suspended(), private.saving(Tensor.detach, Tensor.detach):
         yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 # ---- the first call ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from lowtide.remedies import (
     Holder,
     largest,
 )
-from lowtide.words import by_members
+from lowtide.words import by_members, outward
 
 OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
 """Operations of a token loss: what they read and write are logits."""
@@ -100,20 +100,13 @@ def _tileable(graph: StepGraph) -> dict[str, str]:
         fits = _OF_ONE_TOKEN.match(op.name) is not None
         is_product = op.name.startswith(_PRODUCTS)
         kind = by_members(op.module)[0]
-        for outer in _outward(kind):
+        for outer in outward(kind):
             products[outer] += is_product
             if not fits or (is_product and weights.isdisjoint(op.reads)):
                 others.add(outer)
     fit = {kind for kind, count in products.items() if count > 1 and kind not in others}
-    found = {kind: [outer for outer in _outward(kind) if outer in fit] for kind in products}
+    found = {kind: [outer for outer in outward(kind) if outer in fit] for kind in products}
     return {kind: outer[-1] for kind, outer in found.items() if outer}
-
-
-def _outward(kind: str) -> Iterator[str]:
-    """A kind of module, and those around it."""
-    while kind:
-        yield kind
-        kind = kind.rpartition(".")[0]
 
 
 def _together(name: str, pieces: list[_Piece], tiled: str | None) -> Holder:
