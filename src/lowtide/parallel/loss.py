@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lowtide.errors import expect
 from lowtide.extensions.tiles.products import Product, Products, Term, piece_length, spans
 from lowtide.extensions.tiles.rows import summed_loss
+from lowtide.extensions.tiles.stand_in import Logits
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_counts, check_dtypes, check_numbers, check_tensors
@@ -198,12 +198,6 @@ def parallel_cross_entropy(
     tensor([4.])
     """
     check_tensors("parallel_cross_entropy", vocab_parallel_logits=vocab_parallel_logits, target=target)
-    if has_torch_function_unary(vocab_parallel_logits):  # logits that are not there (lowtide.chunked_loss)
-        return handle_torch_function(
-            parallel_cross_entropy, (vocab_parallel_logits,), vocab_parallel_logits, target, label_smoothing,
-            ignore_index=ignore_index, vocabulary=vocabulary,
-            tensor_model_parallel_group=tensor_model_parallel_group,
-        )  # fmt: skip
     if vocab_parallel_logits.shape[:-1] != target.shape or not vocab_parallel_logits.ndim:
         raise ParallelError(
             f"logits of shape {tuple(vocab_parallel_logits.shape)} need targets of shape "
@@ -217,6 +211,10 @@ def parallel_cross_entropy(
         ignore_index,
     )
     part.check(target)
+    if isinstance(vocab_parallel_logits, Logits):
+        if vocab_parallel_logits.is_plain:
+            return vocab_parallel_logits.losses(part, target)
+        vocab_parallel_logits = vocab_parallel_logits.real()
     return _CrossEntropy.apply(vocab_parallel_logits, target, part)  # type: ignore[return-value]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,20 +35,10 @@ class ChunkedLoss:
     def __init__(self, pieces: int | None = None, reference: bool = False) -> None:
         self.pieces = pieces
         self.reference, self.chosen = reference, False
+        self.told: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_Forward] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self.told: set[str] = set()
-        self._calls = threading.local()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: one for name, one in self.__dict__.items() if name not in ("told", "_calls")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+        self._calls = defaultdict[int, list[bool]](list)
 
     def __repr__(self) -> str:
         return f"<ChunkedLoss in {self.pieces or 'as many pieces as are needed'}>"
@@ -59,10 +50,8 @@ class ChunkedLoss:
 
     @pieces.setter
     def pieces(self, pieces: int | None) -> None:
-        whole = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces > 0
-        expect(
-            whole or pieces is None, "chunked_loss(pieces=)", pieces, "a whole number of at least 1, or None"
-        )
+        fits = pieces is None or (isinstance(pieces, int) and not isinstance(pieces, bool) and pieces > 0)
+        expect(fits, "chunked_loss(pieces=)", pieces, "a whole number of at least 1, or None")
         self._pieces = pieces
 
     def remove(self) -> None:
@@ -100,8 +89,7 @@ class ChunkedLoss:
     @property
     def calls(self) -> list[bool]:
         """Of this thread's calls of the model, the innermost last, whether each computes a loss."""
-        found: list[bool] = self._calls.__dict__.setdefault("found", [])
-        return found
+        return self._calls[threading.get_ident()]
 
     def say(self, text: str) -> None:
         """Warn of it once."""
@@ -264,7 +252,7 @@ def chunked_loss(
     """
     expect(isinstance(model, torch.nn.Module), "chunked_loss(model)", model, "a torch.nn.Module")
     handle = ChunkedLoss(pieces, reference)
-    while (earlier := chunked_loss_of(model)) is not None:
+    for earlier in set(_handles(model)):
         earlier.remove()
     if not handle.place(_layers(model)):
         raise LowtideError(
@@ -277,7 +265,7 @@ def chunked_loss(
 
 def chunked_loss_of(model: torch.nn.Module) -> ChunkedLoss | None:
     """What computes a model's loss in pieces, where something does."""
-    return next((found.handle for found in map(_forward_of, model.modules()) if found is not None), None)
+    return next(_handles(model), None)
 
 
 def in_pieces(layer: torch.nn.Module, pieces: int) -> torch.nn.Module:
@@ -311,6 +299,10 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Module | None:
     if head is None:
         head = getattr(model, "head", None)
     return head if isinstance(head, torch.nn.Module) else None
+
+
+def _handles(model: torch.nn.Module) -> Iterator[ChunkedLoss]:
+    return (forward.handle for forward in map(_forward_of, model.modules()) if forward is not None)
 
 
 def _forward_of(layer: torch.nn.Module) -> _Forward | None:

@@ -21,7 +21,14 @@ from torch.autograd.function import once_differentiable
 from lowtide import private
 from lowtide.errors import LowtideError
 from lowtide.extensions.tiles.products import Pieces, Products, Step
-from lowtide.extensions.tiles.rows import CrossEntropy, Elements, row_by_row, row_numbers, summed_loss
+from lowtide.extensions.tiles.rows import (
+    CrossEntropy,
+    Elements,
+    LossRule,
+    row_by_row,
+    row_numbers,
+    summed_loss,
+)
 from lowtide.private.hollow import hollow
 from lowtide.run.messages import warn
 from lowtide.trace.modules import calling_line
@@ -101,6 +108,11 @@ class Logits(Tensor):
         """Whether the vocabulary is the last dimension."""
         return self.axis == len(self.products.rows)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are logits that this process has, and the vocabulary is the last dimension."""
+        return self.factor is None and self.is_last and not self.products.is_shared
+
     def derive(self, products: Products | None = None, **changes: Any) -> Logits:
         """Another stand-in that comes of this one. The vocabulary stays where it is."""
         self.check()
@@ -138,6 +150,11 @@ class Logits(Tensor):
         if index.shape[-1] == 1 and not self.products.is_shared:
             return self.products.at(index)  # no product of the whole for it
         return row_numbers(self.products, Elements(), index, self.length)[2].to(self.products.dtype)
+
+    def losses(self, rule: LossRule, target: Tensor) -> Tensor:
+        """The loss of each row against its target, by a rule, in float32 or wider."""
+        self.check()
+        return row_numbers(self.products, rule, target.reshape(-1), self.length)[1].view(target.shape)
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Of each row the log of the sum of exponentials, and the mean; computed once."""
@@ -349,19 +366,17 @@ def _view(input: Any, *shape: Any) -> Any:
 
 @_answers("__getitem__")
 def _getitem(self: Any, key: Any) -> Any:
-    keys = list(key) if isinstance(key, tuple) else [key]
-    _need(self.is_last and not any(isinstance(k, Logits) for k in keys))
+    keys = key if isinstance(key, tuple) else (key,)
+    *before, last = keys
+    _need(self.is_last and last is not None and not any(isinstance(k, Logits) for k in keys))
     taken = [k for k in keys if k is not None and k is not Ellipsis]
     dims = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in taken)
-    if dims <= self.axis and not (Ellipsis in keys and keys[-1] is not Ellipsis and taken):
-        _need(keys[-1] is not None)
+    if dims <= self.axis and (last is Ellipsis or Ellipsis not in keys):
         return self.derive(*self.products.of_rows(lambda hidden: hidden[key]))
     # the last key is the vocabulary's
-    columns = keys[-1]
-    _need(isinstance(columns, slice) and not any(isinstance(k, Tensor) for k in keys[:-1]))
-    (products,) = self.products.of_rows(lambda hidden: hidden[(*keys[:-1], slice(None))])
-    if columns != slice(None):
-        products = products.of_columns(columns)
+    _need(isinstance(last, slice) and not any(isinstance(k, Tensor) for k in before))
+    (products,) = self.products.of_rows(lambda hidden: hidden[(*before, slice(None))])
+    products = products if last == slice(None) else products.of_columns(last)
     _need(products is not None)
     return self.derive(products)
 
@@ -535,31 +550,11 @@ def _loss(one: Logits, target: Any, rule: CrossEntropy, reduction: str) -> Any:
     one.check()
     labels, dtype = target.reshape(-1), _wide_dtype(one)
     if reduction == "none":
-        return row_numbers(one.products, rule, labels, one.length)[1].to(dtype).view(rows)
+        return one.losses(rule, target).to(dtype)
     total = summed_loss(one.products, rule, labels, one.length)
     if reduction == "mean":
         total = total / rule.factors(labels, total.dtype).sum()
     return total.to(dtype)
-
-
-@_answers("parallel_cross_entropy")
-def _parallel_cross_entropy(
-    vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, *, ignore_index: int = -100,
-    vocabulary: int | None = None, tensor_model_parallel_group: Any = None,
-) -> Any:  # fmt: skip
-    """`lowtide.parallel.parallel_cross_entropy`."""
-    from lowtide.parallel.groups import tensor_group
-    from lowtide.parallel.loss import Vocabulary
-
-    one: Logits = vocab_parallel_logits
-    products = one.products
-    _need(one.factor is None and one.is_last and target.shape == products.rows and not products.is_shared)
-    one.check()
-    group = tensor_group(tensor_model_parallel_group)
-    part = Vocabulary(group, products.width, vocabulary, label_smoothing, ignore_index)
-    part.check(target)
-    losses = row_numbers(products, part, target.reshape(-1), one.length)[1]
-    return losses.view(target.shape)
 
 
 # ---- numbers of each row -------------------------------------------------------------------------
@@ -574,7 +569,7 @@ def _need_vocabulary(one: Logits, dim: Any) -> None:
 
 def _shaped(one: Logits, numbers: Tensor, keepdim: bool) -> Tensor:
     """Numbers of the rows, (rows, any), in the shape of the rows."""
-    shaped = numbers.view(*one.products.rows, -1)
+    shaped = numbers.view(*one.products.rows, numbers.shape[-1])
     return shaped if keepdim else shaped.squeeze(-1)
 
 
@@ -582,15 +577,16 @@ def _shaped(one: Logits, numbers: Tensor, keepdim: bool) -> Tensor:
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     _need_vocabulary(input, dim)
     _need(input.factor is None)
-    return _shaped(input, input.totals()[0], keepdim).to(_wide_dtype(input))
+    return _shaped(input, input.totals()[0].unsqueeze(-1), keepdim).to(_wide_dtype(input))
 
 
 @_answers("sum")
 def _sum(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     _need_vocabulary(input, dim)
-    sums, mean = input.totals()
-    total = mean if input.factor is None else input.factor * (mean - sums)
-    return _shaped(input, total * input.products.width, keepdim).to(dtype or input.dtype)
+    log_sums, means = input.totals()
+    total = means if input.factor is None else input.factor * (means - log_sums)
+    sums = (total * input.products.width).unsqueeze(-1)
+    return _shaped(input, sums, keepdim).to(dtype or input.dtype)
 
 
 @_answers("gather")
@@ -615,23 +611,17 @@ def _argmax(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @_answers("max")
 def _max(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    _need(_is_plain(input))
+    _need(_has_no_gradient(input))
     return _row_by_row(input, dim, keepdim, lambda piece: piece.max(-1, True))
-
-
-@_answers("amax")
-def _amax(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    _need(_is_plain(input))
-    return _row_by_row(input, dim, keepdim, lambda piece: piece.amax(-1, True))
 
 
 @_answers("topk")
 def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    _need(_is_plain(input))
+    _need(_has_no_gradient(input))
     return _row_by_row(input, dim, True, lambda piece: piece.topk(k, -1, largest, sorted))
 
 
-def _is_plain(one: Logits) -> bool:
+def _has_no_gradient(one: Logits) -> bool:
     """Whether these are logits, of which no gradient is taken."""
     return one.factor is None and not (torch.is_grad_enabled() and one.requires_grad)
 
