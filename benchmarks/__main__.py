@@ -40,6 +40,7 @@ NAMES = (
     "techniques",
     "tiles",
     "chunked_loss",
+    "context_parallel",
     "late_streams",
     "reserved",
     "report_page",

@@ -296,11 +296,40 @@ def knob_peak() -> str:
     return f"{table(['', *(f'{count} layers' for count in layers)], body)}\n\n{text}"
 
 
+def context_parallel() -> str:
+    """A ring beside an exchange of heads."""
+    found = load("context_parallel")
+    body = []
+    for row in found["rows"]:
+        ring, heads, share = row["ring"], row["all-to-all"], row["ring_over_all_to_all"]
+        body.append(
+            [
+                f"{row['length']:,}",
+                f"{row['heads']} and {row['key_heads']}",
+                f"{mib(ring['sent_bytes'])} / {mib(heads['sent_bytes'])}",
+                f"{mib(ring['saved_bytes'])} / {mib(heads['saved_bytes'])}",
+                f"{share['median']:.2f} ({share['low']:.2f} to {share['high']:.2f})",
+                row["auto"],
+            ]
+        )
+    head = [
+        "tokens", "heads of queries and keys", "MiB sent by a rank: ring / all-to-all", "MiB saved by a rank",
+        "time of a ring as a part of all-to-all's", "`auto` chooses",
+    ]  # fmt: skip
+    text = (
+        f"Llama of {found['layers']} layers {found['width']} wide, float32, {found['ranks']} processes over "
+        "Gloo. Sent and saved: what attention exchanges and what autograd keeps in a step. Times: medians of "
+        f"pairs with the quartiles, beside other work on the machine ({where(found)}; "
+        "`python -m benchmarks context_parallel`)."
+    )
+    return f"{table(head, body)}\n\n{text}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        loss_in_pieces, report_page, knob_peak, tiles,
+        loss_in_pieces, report_page, knob_peak, tiles, context_parallel,
     )
 }  # fmt: skip
 

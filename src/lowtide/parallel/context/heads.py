@@ -18,13 +18,18 @@ from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup
 
 
-def divides(heads: int, key_heads: int, ranks: int) -> bool:
-    """Whether each rank gets a part of the heads, and no head of keys and values travels twice.
+def sends_less(heads: int, key_heads: int, ranks: int) -> bool:
+    """Whether heads divide among ranks, and exchanging them sends no more in a step than a ring does.
 
-    >>> divides(8, 4, 4), divides(8, 2, 4)
-    (True, False)
+    Of h heads of queries and g of keys and values, forward and backward exchange 5 h + 4 g heads of
+    (c - 1) / c of a rank's tokens. In a ring three quarters of the keys and values travel to each of c - 1
+    ranks, again in backward, and their gradients back.
+
+    >>> sends_less(8, 8, 2), sends_less(8, 2, 2), sends_less(32, 8, 8)
+    (True, False, True)
     """
-    return heads % ranks == 0 and key_heads % ranks == 0
+    in_ring = 3 * (3 / 4) * 2 * key_heads
+    return heads % ranks == key_heads % ranks == 0 and 5 * heads + 4 * key_heads <= in_ring * ranks
 
 
 def check_heads(heads: int, key_heads: int, ranks: int) -> None:

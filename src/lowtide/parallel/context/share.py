@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import expect
 from lowtide.parallel.context.context import Context
-from lowtide.parallel.context.heads import divides
+from lowtide.parallel.context.heads import sends_less
 from lowtide.parallel.context.sums import ContextMarker
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_counts, check_tensors
@@ -37,9 +37,9 @@ def context_parallel(
             its forward to its attention. `parallelize` comes first, FSDP2 and DDP come afterwards.
         mesh: as `lowtide.parallel.tensor_group` takes it.
         exchange: ``ring``: keys and values travel, for any number of heads. ``all-to-all``: heads are
-            exchanged for the sequence, which takes fewer bytes (the share of a rank, whatever the number of
-            ranks) and needs numbers of heads that the ranks divide. ``auto``: ``all-to-all`` where the
-            heads of queries and of keys divide, else ``ring``.
+            exchanged for the sequence, which sends as much for any number of ranks, and needs numbers of
+            heads that the ranks divide. ``auto``: ``all-to-all`` where the heads of queries and of keys
+            divide and it does not send more, else ``ring``.
 
     Returns:
         The model. With one rank it is left as it is.
@@ -68,7 +68,7 @@ def context_parallel(
         return model
     heads = _heads(model)
     if exchange == "auto":
-        exchange = "all-to-all" if divides(*heads, group.size) else "ring"
+        exchange = "all-to-all" if sends_less(*heads, group.size) else "ring"
     context = Context(group, exchange)
     sharing = getattr(model, "sharing", None)
     if sharing is not None:
