@@ -20,6 +20,7 @@ from lowtide import parallel as lp
 from lowtide.models import preset
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
+from lowtide.parallel.context.layout import Layout
 
 transformers = pytest.importorskip("transformers")
 pytestmark = on_each_backend
@@ -279,6 +280,46 @@ def copied(exchange: Any) -> float:
     """The same with a copy of the model."""
     model = copy.deepcopy(lp.context_parallel(make("llama"), dist.group.WORLD, exchange))
     return worst(train(model, 2), train(make("llama"), 2))
+
+
+@patch.object(Tensor, "float", Tensor.double)
+def routed(exchange: Any) -> float:
+    """The largest difference of losses and norms of experts whose routers have a loss: it is the mean of that
+    of the ranks' tokens, as data-parallel ranks have it.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    found, coefficient = [], 0.5
+    more = {"num_local_experts": 4, "router_aux_loss_coef": coefficient, "output_router_logits": True}
+    config = transformers.AutoConfig.for_model("mixtral", **{**SMALL, "vocab_size": 67, **more})
+    tokens = torch.randint(67, (2, 32), generator=seeded(0))
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", experts_implementation="eager"
+        ).double()
+        model.loss_function = in_float64
+        if shared:
+            lp.context_parallel(model, dist.group.WORLD, exchange)
+            loss = model(input_ids=tokens, labels=tokens).loss
+        else:
+            out = model(input_ids=tokens, labels=tokens)
+            layout = Layout(2, exchange == "ring")
+            routers = [one.unflatten(0, (2, 32)) for one in out.router_logits]
+            parts = [[layout.take(one, rank, 1).flatten(0, 1) for one in routers] for rank in range(2)]
+            means = sum(load_balancing_loss_func(tuple(part), 4, 2) for part in parts) / 2
+            assert abs(means - out.aux_loss) > 1e-6
+            loss = out.loss + coefficient * (means - out.aux_loss)
+        loss.backward()
+        lp.allreduce_sequence_parallel_gradients(model)
+        found.append([loss.item(), lp.get_grad_norm(model.parameters()).item()])
+    return worst(*found)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
+def test_losses_of_routers(exchange: str) -> None:
+    for found in on_ranks(2, routed, exchange):
+        assert found < 1e-12
 
 
 def autocast(exchange: Any) -> float:

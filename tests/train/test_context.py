@@ -48,6 +48,14 @@ def test_losses_on_two_processes(text: Path) -> None:
 
 
 @pytest.mark.slow
+def test_compiled_steps(text: Path) -> None:
+    pytest.importorskip("transformers")
+    compiled = {"compile": True, "compile_backend": "aot_eager", "policy": None, "budget": "min", "cp": 2}
+    cases = [{"model": model, "cp_exchange": "ring", **compiled} for model in ("gpt-nano", HUGGING_FACE)]
+    compare_with_one_process(text, 2, cases)
+
+
+@pytest.mark.slow
 def test_losses_on_four_processes(text: Path) -> None:
     pytest.importorskip("transformers")
     cases: list[dict[str, Any]] = [
@@ -105,10 +113,7 @@ def test_what_cannot_be_asked_for(text: Path) -> None:
         ({"cp_exchange": "ring"}, "pass --cp 2 or more"),
         ({**SHARED, "seq": 28}, "8 pieces"),
         ({"cp": 2, "cp_exchange": "rings"}, "all-to-all"),
-        (
-            {"cp": 2, "compile": True, "policy": None, "budget": "100%", "compile_backend": "aot_eager"},
-            "leave out",
-        ),
+        ({"model": HUGGING_FACE, "cp": 2, "pp": 2}, "leave out --pp"),
     ):
         with pytest.raises(OptionError, match=said):
             options(text, **asked)

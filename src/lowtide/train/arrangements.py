@@ -73,8 +73,6 @@ def check_context(options: Settings) -> None:
     if options.cp == 1:
         require(exchange == "auto", "cp-exchange", exchange, "nothing is exchanged: pass --cp 2 or more")
         return
-    compiled = "compiled code is not planned for what ranks exchange in attention: leave out --compile"
-    require(not options.compile, "cp", options.cp, f"{compiled}, or this")
     stages = "the stages of a Hugging Face model do not share sequences: leave out --pp"
     require(options.pp == 1 or options.spec().config is not None, "cp", options.cp, f"{stages}, or this")
 

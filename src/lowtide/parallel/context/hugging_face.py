@@ -32,6 +32,7 @@ _OWN_MASKS = ("attention_chunk_size",)
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask")
 """Arguments of attention functions that change what the attention is."""
 _PLAIN = ("sdpa", "eager")
+_INSTEAD = "share its layers (lowtide.parallel.parallelize) or its parameters (FSDP2) instead of sequences"
 
 
 class Shared:
@@ -67,7 +68,10 @@ def share(model: nn.Module, context: Context) -> None:
     whole.set_attn_implementation(NAME)
     loss = Loss(whole.loss_function)
     whole.loss_function = loss
-    model.forward = SharedForward(model, model.forward, context, own, loss)  # type: ignore[assignment]
+    routers = hasattr(whole, "router_aux_loss_coef")
+    if routers:  # the sum of the ranks' losses then holds the mean of these, which are no sums over tokens
+        whole.router_aux_loss_coef /= context.group.size
+    model.forward = SharedForward(model, model.forward, context, own, loss, routers)  # type: ignore[assignment]
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -89,7 +93,7 @@ def _decoder(model: nn.Module) -> nn.Module:
     ):
         raise ParallelError(
             f"{name} does not hand the arguments of its forward to its attention (its class has no "
-            "_supports_attention_backend), or has an encoder: its ranks cannot share sequences"
+            f"_supports_attention_backend), or has an encoder: {_INSTEAD}"
         )
     if config.get_text_config() is not config:
         raise ParallelError(
@@ -100,13 +104,8 @@ def _decoder(model: nn.Module) -> nn.Module:
         if getattr(config, setting, None):
             raise ParallelError(
                 f"{name} has config.{setting}: tokens see others than those of a sliding window or document, "
-                "which no exchange of lowtide knows"
+                f"which no exchange of lowtide knows: {_INSTEAD}"
             )
-    if getattr(config, "output_router_logits", False):
-        raise ParallelError(
-            f"{name} has config.output_router_logits: the loss of its routers is no sum over tokens, so "
-            "ranks with parts of a sequence would have another one: set it to False"
-        )
     return found
 
 
@@ -118,10 +117,16 @@ class SharedForward:
     """
 
     def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], context: Context, attention: str, loss: Loss
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        context: Context,
+        attention: str,
+        loss: Loss,
+        routers: bool,
     ) -> None:
         self.model, self.__wrapped__, self.context = model, forward, context
-        self.attention, self.loss = attention, loss
+        self.attention, self.loss, self.routers = attention, loss, routers
         self.__signature__ = inspect.signature(forward)
         self.__doc__ = forward.__doc__
 
@@ -149,6 +154,14 @@ class SharedForward:
                     "(lowtide.parallel.shard_sequence has this rank's labels)"
                 )
             output.loss = self.context.total(output.loss)
+            if getattr(output, "aux_loss", None) is not None:
+                if not self.routers:
+                    raise ParallelError(
+                        f"{type(self.model).__name__} adds a loss of its routers without a "
+                        "router_aux_loss_coef, by which the ranks' would be averaged: set "
+                        "config.output_router_logits to False"
+                    )
+                output.aux_loss = self.context.total(output.aux_loss.detach() / self.context.group.size)
         return output
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +262,7 @@ def no_mask(*args: Any, use_vmap: bool = False, **kwargs: Any) -> None:
     if use_vmap:
         raise ParallelError(
             "the model has a mask of its own (or_mask_function, and_mask_function), which no exchange of "
-            "lowtide knows"
+            f"lowtide knows: {_INSTEAD}"
         )
 
 
@@ -281,7 +294,9 @@ def attention(
     unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if attention_mask is not None or not causal or unknown:
         what = ", ".join(unknown) or ("a mask of its own" if causal else "attention that is not causal")
-        raise ParallelError(f"{type(module).__name__} has {what}, which no exchange of lowtide knows")
+        raise ParallelError(
+            f"{type(module).__name__} has {what}, which no exchange of lowtide knows: {_INSTEAD}"
+        )
     context, scale = shared.context, query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if not dropout and shared.attention in _PLAIN:
         seen = Seen(shared.documents, scale, softcap or 0.0, sliding_window or 0)
