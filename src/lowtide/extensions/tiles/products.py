@@ -128,26 +128,22 @@ class Product:
         """The hidden states, row by row."""
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states row by row, weight and bias in the product's dtype."""
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return self.rows.to(self.dtype), self.weight.to(self.dtype), bias
-
     def whole(self) -> Tensor:
         """All of it, with its history."""
         if self.shared is not None:
             return _through(self.shared.whole(self.hidden), self.steps)
-        made = F.linear(*self.operands()).view(*self.hidden.shape[:-1], self.width)
-        return _through(made, self.steps)
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return _through(F.linear(self.hidden.to(self.dtype), self.weight.to(self.dtype), bias), self.steps)
 
     def at(self, index: Tensor) -> Tensor:
         """The elements at an index (rows, any), with their history: of each row the product with the weights
         that it asks for.
         """
-        rows, _, bias = self.operands()
         chosen = F.embedding(index, self.weight).to(self.dtype)
-        made = torch.bmm(chosen, rows.unsqueeze(-1)).squeeze(-1)
-        return _through(made if bias is None else made + bias[index], [step.at(index) for step in self.steps])
+        made = torch.bmm(chosen, self.rows.to(self.dtype).unsqueeze(-1)).squeeze(-1)
+        if self.bias is not None:
+            made = made + self.bias[index].to(self.dtype)
+        return _through(made, [step.at(index) for step in self.steps])
 
 
 @dataclass(frozen=True, slots=True)
