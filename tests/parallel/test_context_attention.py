@@ -15,7 +15,7 @@ from lowtide import meter
 from lowtide.parallel.context.documents import find_documents
 from lowtide.parallel.context.layout import Layout
 from lowtide.parallel.context.operations import HeadsAttention, RingAttention, Seen
-from lowtide.parallel.groups import tensor_group
+from lowtide.parallel.groups import ALONE, tensor_group
 
 pytestmark = on_each_backend
 LENGTH = 48
@@ -111,3 +111,22 @@ def test_the_peak_of_a_ring_depends_on_no_thread() -> None:
     """Threads of Gloo may hold what was sent after the exchange has ended: 1 in 150 backwards took more."""
     for most, least in on_ranks(2, backward_peaks, 300):
         assert most <= least
+
+
+def described() -> None:
+    """Fake results are described as real ones are: compiled code relies on that."""
+    documents = find_documents(POSITIONS.repeat(2, 1), None, LENGTH, 4)
+    group = tensor_group(dist.group.WORLD)
+    for ranks, space in ((group, torch.ops.lowtide_ring), (ALONE, torch.ops.lowtide)):
+        for seen in (Seen(None, 1.0), Seen(documents, 1.0, window=9)):
+            length = LENGTH // ranks.size
+            q, k, v = (torch.randn(2, heads, length, 8) for heads in (4, 2, 2))
+            given = seen.arguments(ranks)
+            out, lse = space.attention(q, k, v, *given)
+            torch.library.opcheck(space.attention.default, (q, k, v, *given), test_utils="test_faketensor")
+            back = (torch.randn_like(out), q, k, v, out, lse, *given)
+            torch.library.opcheck(space.attention_backward.default, back, test_utils="test_faketensor")
+
+
+def test_results_are_as_they_are_described() -> None:
+    on_ranks(2, described)

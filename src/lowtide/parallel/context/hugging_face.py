@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ _OWN_MASKS = ("attention_chunk_size",)
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask")
 """Arguments of attention functions that change what the attention is."""
 _PLAIN = ("sdpa", "eager")
+_ROUTERS = "router_aux_loss_coef"
+"""The attribute of models by which the loss of their routers counts."""
 _INSTEAD = "share its layers (lowtide.parallel.parallelize) or its parameters (FSDP2) instead of sequences"
 
 
+@dataclass(frozen=True)
 class Shared:
     """The sequences that a forward was given.
 
@@ -45,11 +49,10 @@ class Shared:
         attention: the name of the model's own attention function.
     """
 
-    def __init__(
-        self, context: Context, documents: Documents | None, position_ids: Tensor, attention: str
-    ) -> None:
-        self.context, self.documents = context, documents
-        self.position_ids, self.attention = position_ids, attention
+    context: Context
+    documents: Documents | None
+    position_ids: Tensor
+    attention: str
 
 
 def share(model: nn.Module, context: Context) -> None:
@@ -68,10 +71,11 @@ def share(model: nn.Module, context: Context) -> None:
     whole.set_attn_implementation(NAME)
     loss = Loss(whole.loss_function)
     whole.loss_function = loss
-    routers = hasattr(whole, "router_aux_loss_coef")
-    if routers:  # the sum of the ranks' losses then holds the mean of these, which are no sums over tokens
+    if hasattr(
+        whole, _ROUTERS
+    ):  # the sum of the ranks' losses then holds the mean of these, which are no sums over tokens
         whole.router_aux_loss_coef /= context.group.size
-    model.forward = SharedForward(model, model.forward, context, own, loss, routers)  # type: ignore[assignment]
+    model.forward = SharedForward(model, model.forward, context, own, loss)  # type: ignore[assignment]
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -117,16 +121,10 @@ class SharedForward:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        context: Context,
-        attention: str,
-        loss: Loss,
-        routers: bool,
+        self, model: nn.Module, forward: Callable[..., Any], context: Context, attention: str, loss: Loss
     ) -> None:
         self.model, self.__wrapped__, self.context = model, forward, context
-        self.attention, self.loss, self.routers = attention, loss, routers
+        self.attention, self.loss = attention, loss
         self.__signature__ = inspect.signature(forward)
         self.__doc__ = forward.__doc__
 
@@ -155,11 +153,10 @@ class SharedForward:
                 )
             output.loss = self.context.total(output.loss)
             if getattr(output, "aux_loss", None) is not None:
-                if not self.routers:
+                if not any(hasattr(module, _ROUTERS) for module in self.model.modules()):
                     raise ParallelError(
-                        f"{type(self.model).__name__} adds a loss of its routers without a "
-                        "router_aux_loss_coef, by which the ranks' would be averaged: set "
-                        "config.output_router_logits to False"
+                        f"{type(self.model).__name__} adds a loss of its routers without a {_ROUTERS}, "
+                        "by which the ranks' would be averaged: set config.output_router_logits to False"
                     )
                 output.aux_loss = self.context.total(output.aux_loss.detach() / self.context.group.size)
         return output

@@ -83,7 +83,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tens
         if name:
             return _ring(q, mask, bounds, name).forward(q, k, v)
         out, lse = attend(q, k, v, mask, _kind(q, mask, bounds), (0, 0))
-        return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+        return _by_token(out.to(q.dtype)), lse.contiguous()
 
 
 def _backward(
@@ -95,20 +95,24 @@ def _backward(
         if name:
             return _ring(q, mask, bounds, name).backward(grad, q, k, v, out, lse)
         rows, kind = Rows(grad, q, out, lse), _kind(q, mask, bounds)
-        dq, dk, dv = attend_backward(rows, k, v, mask, kind, (0, 0))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        found = attend_backward(rows, k, v, mask, kind, (0, 0))
+        return tuple(_by_token(one.to(q.dtype)) for one in found)  # type: ignore[return-value]
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The same in memory as the layers before and behind make it: (batch, sequence, heads, features)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _forward_like(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = q.shape
-    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    out = _by_token(q.new_empty(*q.shape[:3], v.shape[3]))
     return out, q.new_empty(q.shape[:3], dtype=accumulated_in(q.dtype))
 
 
 def _backward_like(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return tuple(_by_token(x.new_empty(x.shape)) for x in (q, k, v))  # type: ignore[return-value]
 
 
 for space in ("lowtide_ring", "lowtide"):

@@ -112,7 +112,7 @@ class Ring:
                     parts.get(query), attend(self.chunk(q, query), *held[number], self.mask, kind, places)
                 )
             held.clear()
-        # in memory as what the layers before and behind it make: (batch, sequence, heads, features)
+        # in memory as the layers before and behind make it: (batch, sequence, heads, features)
         out = torch.cat([parts[number][0].to(q.dtype).transpose(1, 2) for number in self.own], 1)
         return out.transpose(1, 2), torch.cat([parts[number][1] for number in self.own], 2)
 
@@ -121,7 +121,8 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         dtype = accumulated_in(q.dtype)
-        sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+        # in memory as forward's result
+        sums = [x.new_zeros(x.transpose(1, 2).shape, dtype=dtype).transpose(1, 2) for x in (q, k, v)]
         rows = {number: Rows(*(self.chunk(x, number) for x in (grad, q, out, lse))) for number in self.own}
 
         def own_sums(number: int) -> Pair:
