@@ -134,12 +134,19 @@ class Extension:
     def opens(self, limiter: Any, inputs: Any) -> None:
         """A limited call of the model is about to begin, and may still be made another one.
 
-        Tiles: modules that run in pieces from this call on.
+        Tiles: modules that run in pieces from this call on. Kept plans: those of an earlier process.
 
         Args:
             limiter: of the model (`lowtide.run.limit.limiter.Limiter`).
             inputs: of the call (`lowtide.run.limit.key.Inputs`).
         """
+
+    def gather(self, item: Any) -> list[Any]:
+        """What each rank that runs the same operations as this one gives; of a process alone its own item.
+
+        Ranks: those that share layers or sequences. A collective.
+        """
+        return [item]
 
     def recalls(self, book: Any, key: Any) -> bool:
         """Whether it has put entries into the book: a step comes whose key has none.

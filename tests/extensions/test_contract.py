@@ -222,7 +222,8 @@ def test_ranks_that_come_after_the_limit_take_part_from_the_next_profiled_step_o
 def test_the_core_calls_all_that_it_says(tmp_path: Path) -> None:
     with patch.object(limits.Face, "missing", lambda *_: ()):
         model = small()
-        handle = lowtide.limit_memory(model, "60%", plans=tmp_path)  # which asks what others keep
+        # which asks what others keep, and what other ranks choose
+        handle = lowtide.limit_memory(model, "60%", plans=tmp_path, tiles="auto")
     noting = Noting()
     handle._limiter.maker.extend(noting)
     for seed in range(3):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from small_model import needs_meter
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,6 +71,10 @@ def step(net: nn.Module, length: int = TOKENS) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
+def _note(calls: list[int], _: nn.Module, given: tuple[Tensor], __: Tensor) -> None:
+    calls.append(given[0].shape[-2])
+
+
 @pytest.fixture(scope="module")
 def smallest() -> int:
     """The smallest budget without tiles."""
@@ -115,7 +122,7 @@ def test_the_smallest_budget_is_smaller_with_tiles() -> None:
 
 def test_choosing_traces_twice_and_foresees_what_the_profile_shows() -> None:
     net, calls = nn.Sequential(*(Block() for _ in range(3))), list[int]()
-    net[0].register_forward_hook(lambda *given: calls.append(given[1][0].shape[-2]))  # pyright: ignore
+    net[0].register_forward_hook(partial(_note, calls))
     handle = lowtide.limit_memory(net, "min", tiles="auto")
     step(net)
     assert calls.count(TOKENS) == 3, "two traces, and the step"
@@ -147,17 +154,44 @@ def test_a_longer_step_gets_more_pieces_and_a_shorter_one_keeps_them(smallest: i
     assert first.tiling.pieces > before
 
 
-def test_other_words_and_ranks_are_refused(
-    one_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_words_are_refused() -> None:
     with pytest.raises(lowtide.PlanError, match=r"limit_memory\(tiles=\)"):
         lowtide.limit_memory(model(), "60%", tiles="all")  # pyright: ignore
+
+
+def test_sharded_weights_are_refused(one_rank: Callable[[], None]) -> None:
     one_rank()
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     net = model()
+    torch.distributed.fsdp.fully_shard(net)
     lowtide.limit_memory(net, "60%", tiles="auto")
-    with pytest.raises(lowtide.PlanError, match=r"lowtide\.tile"):
+    with pytest.raises(lowtide.PlanError, match=r"fully_shard gathers.*lowtide\.tile"):
         net(tokens())
+
+
+def test_a_restart_tiles_the_same_modules_and_traces_nothing(smallest: int, tmp_path: Path) -> None:
+    found, budget = list[list[Tensor]](), int(0.6 * smallest)
+    for _ in range(2):
+        net, calls = model(), list[int]()
+        net[0].register_forward_hook(partial(_note, calls))
+        handle = lowtide.limit_memory(net, budget, tiles="auto", plans=tmp_path)
+        found.append(step(net) + step(net))
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
+        assert handle.plan is not None and "*.mlp in" in "".join(handle.plan.notes)
+        handle.remove()
+    assert calls == [TOKENS] * 2, "two steps, no trace"
+    assert all(map(torch.equal, *found))
+    net = model()
+    handle = lowtide.limit_memory(net, smallest // 2, tiles="auto", plans=tmp_path)
+    for _ in range(2):
+        step(net)
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= smallest // 2
+
+
+def test_a_plan_made_ahead_has_tiles(smallest: int) -> None:
+    net, budget = model(), int(0.6 * smallest)
+    handle = lowtide.limit_memory(net, budget, tiles="auto", loss_fn=torch.sum)
+    handle.prepare(tokens())
+    assert "*.mlp in" in "".join(handle.plan.notes)  # pyright: ignore
 
 
 def test_a_step_that_fakes_cannot_trace_says_so_and_has_no_tiles() -> None:

@@ -36,7 +36,7 @@ from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.limit.book import PlanBook
 from lowtide.run.limit.entry import Entry, Planned, State
-from lowtide.run.limit.key import Members, StepKey
+from lowtide.run.limit.key import Inputs, Members, StepKey
 from lowtide.run.messages import warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.words import count_text
@@ -82,9 +82,7 @@ class KeptPlans(Extension):
         """Put the kept steps that differ from this one in sizes alone into the book."""
         begin = time.perf_counter()
         self._book = book
-        if self._made_by is None:
-            self._made_by = maker_of(self.model, model_device(self.model))
-            self._open()
+        self._open()
         others = [found for one in self.maker.extensions if (found := one.key(self.model)) is not None]
         kept = self._keys[key] = key_of(key, Members(self.model), others)
         alike = [one for one in self._steps if one.others == kept.others]
@@ -94,9 +92,17 @@ class KeptPlans(Extension):
             took("read plans of an earlier run", time.perf_counter() - begin, plans, self.maker.progress)
         return count > 0
 
+    def opens(self, limiter: Any, inputs: Inputs) -> None:
+        """Read the file before the first step, whose key may depend on it."""
+        if self._made_by is None:
+            self._open()
+            inputs.forget_key()
+
     def _open(self) -> None:
-        """Read the file, and use it where all ranks can use theirs."""
-        assert self._made_by is not None
+        """Read the file once, and use it where all ranks can use theirs."""
+        if self._made_by is not None:
+            return
+        self._made_by = maker_of(self.model, model_device(self.model))
         common, steps, why = None, list[str](), ""
         try:
             common, steps = read(self.path, self._made_by)

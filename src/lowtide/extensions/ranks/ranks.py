@@ -152,6 +152,11 @@ class Ranks(Extension):
 
     # ---- a step ----------------------------------------------------------------------------------
 
+    def gather(self, item: Any) -> list[Any]:
+        """What each of the ranks that share the model gives. A collective, where there are any."""
+        shared = self._sharing()
+        return [item] if shared is None else shared.gather(item)
+
     def key(self, model: torch.nn.Module) -> Hashable:
         """The settings of FSDP."""
         return fsdp.settings(model) or None

@@ -7,22 +7,22 @@ fake tensors. The limit then profiles and plans the tiled step as any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lowtide import budget as budgets
+from lowtide import private
 from lowtide.errors import PlanError, TraceError
 from lowtide.extension import Extension
 from lowtide.extensions.tiles.search import (
+    Costs,
     TilesRow,
     TilesSearch,
-    chosen_tiles,
     in_lines,
-    remembering,
+    pieces_of,
     set_tiles,
 )
 from lowtide.graph import StepGraph, no_collection
@@ -30,6 +30,7 @@ from lowtide.interception import suspended
 from lowtide.meter.resident import model_device
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import plain
+from lowtide.private import fsdp
 from lowtide.progress import working
 from lowtide.run.limit.entry import Entry, Facts, Kind
 from lowtide.run.limit.key import Inputs, Members, StepKey
@@ -37,6 +38,12 @@ from lowtide.run.messages import warn
 from lowtide.run.transforms import unused_bytes
 from lowtide.trace.fake import trace_fake
 from lowtide.trace.results import loss_to_plan_for
+
+_NO_TRACE = (
+    'limit_memory(tiles="auto") traces a step on fake tensors, and there are none of weights that '
+    "fully_shard gathers, nor of what stages of a pipeline send: tile the same modules on each rank with "
+    "lowtide.tile(module, pieces=8), and leave tiles= out"
+)
 
 
 class Tiles(Extension):
@@ -50,16 +57,28 @@ class Tiles(Extension):
 
     def __init__(self) -> None:
         self.rows: list[TilesRow] = []
-        self._looked_at: list[tuple[StepKey, int]] = []
-        self._costs = remembering()
+        self._looked_at: list[tuple[StepKey, budgets.Asked]] = []
+        self._costs = Costs()
+        self._known: dict[str, int] | None = None
 
     def copied(self) -> Tiles:
         """Tiles of its own: a copied module runs in as many pieces, until its limit chooses others."""
         return Tiles()
 
-    def keeps(self) -> None:
-        """Plans of an earlier process are of modules in pieces, which are whole again here."""
-        return
+    def key(self, model: torch.nn.Module) -> Hashable:
+        """The tiles: with others a step is another program."""
+        return tuple(sorted(self._pieces.items())) or None
+
+    def keeps(self) -> Mapping[str, Any]:
+        """The tiles, and what was looked at for them."""
+        return {"pieces": self._pieces, "rows": [asdict(row) for row in self.rows]}
+
+    def resumes(self, kept: Mapping[str, Any] | None) -> bool:
+        """The same modules run in as many pieces as there."""
+        if kept is not None:
+            self._set(kept["pieces"])
+            self.rows = [TilesRow(**row) for row in kept["rows"]]
+        return True
 
     def close(self) -> None:
         """Take off the tiles that were chosen."""
@@ -67,21 +86,23 @@ class Tiles(Extension):
 
     def admit(self, plan: Plan, problem: Any, limit_bytes: int) -> Plan:
         """The plan, which says what is tiled."""
-        return replace(plan, notes=(*plan.notes, *in_lines(self.rows)))
+        return replace(plan, notes=(*plan.notes, *in_lines(self.rows, self._pieces)))
 
     def opens(self, limiter: Any, inputs: Inputs) -> None:
-        """A limited call is about to begin: tile for it, if it is larger than those before."""
-        maker, key = self.maker, inputs.key
+        """A limited call is about to begin: tile for it, if it is larger than those before, and no plan of an
+        earlier process serves it.
+        """
+        maker, form = self.maker, inputs.key._replace(extensions=0)
         if maker.budget is None or any(
-            version == maker.version and key.fits_in(other) for other, version in self._looked_at
+            asked == maker.asked and form.fits_in(other) for other, asked in self._looked_at
         ):
             return
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise PlanError(
-                'limit_memory(tiles="auto") chooses for one process, and this one has ranks beside it: give '
-                "each rank the same tiles with lowtide.tile(module, pieces=8), and leave tiles= out"
-            )
-        before = {kind: tiling.pieces for kind, tiling in chosen_tiles(self.model).items()}
+        if limiter.forwards is not None or (private.may_shard() and fsdp.process_groups(self.model)):
+            raise PlanError(_NO_TRACE)
+        self._looked_at.append((form, maker.asked))
+        entry = limiter.book.find(inputs.key)
+        if entry.planned is not None and entry.planned_for == maker.version:
+            return
 
         def traced() -> Entry:
             with suspended(), limiter.inside():
@@ -93,9 +114,7 @@ class Tiles(Extension):
                 self.choose(traced)
         except TraceError as error:
             warn(f'tiles="auto" chooses no tiles for this step: {error}')
-        self._looked_at.append((key, maker.version))
-        if {kind: tiling.pieces for kind, tiling in chosen_tiles(self.model).items()} != before:
-            limiter.book.known.clear()  # plans of other programs
+        inputs.forget_key()
 
     def choose(self, traced: Callable[[], Entry]) -> Entry:
         """Tile the model for a step; returns the step's trace.
@@ -103,11 +122,34 @@ class Tiles(Extension):
         Args:
             traced: the step on fake tensors, of the model as it is tiled then.
         """
+        before = self._pieces
         search = TilesSearch(self.model, traced, self.maker.transform, self.maker.policy, self._limit)
-        with no_collection():
-            found = search.run()
-        self.rows = search.rows
-        return found
+        try:
+            with no_collection():
+                return search.run()
+        finally:
+            self.rows = search.rows
+            self._agree(before)
+
+    @property
+    def _pieces(self) -> dict[str, int]:
+        """In how many pieces modules run that were chosen, by kind."""
+        if self._known is None:  # of a copied model
+            self._known = pieces_of(self.model)
+        return self._known
+
+    def _set(self, pieces: dict[str, int]) -> None:
+        set_tiles(self.model, pieces)
+        self._known = pieces
+
+    def _agree(self, before: dict[str, int]) -> None:
+        """Run in as many pieces as any rank that shares the model has chosen, and as earlier steps need."""
+        chosen = [pieces_of(self.model)]
+        for extension in self.maker.extensions:
+            chosen = [one for each in chosen for one in extension.gather(each)]
+        chosen.append(before)
+        kinds = sorted({kind for pieces in chosen for kind in pieces})
+        self._set({kind: max(pieces.get(kind, 1) for pieces in chosen) for kind in kinds})
 
     def _traced(self, limiter: Any, inputs: Inputs) -> Entry:
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:

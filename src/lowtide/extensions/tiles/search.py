@@ -34,6 +34,7 @@ from lowtide.extensions.tiles.sketch import in_pieces
 from lowtide.extensions.tiles.tile import Tiling, tile, tiled_forward
 from lowtide.graph import StepGraph
 from lowtide.interception import suspended
+from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan import make
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.search import Search
@@ -72,11 +73,16 @@ class TilesRow:
     plain_seconds: float
 
 
-def in_lines(rows: Sequence[TilesRow]) -> list[str]:
-    """What is tiled, and what that spares and costs; nothing where no module is tiled."""
-    if len(rows) < 2:
+def in_lines(rows: Sequence[TilesRow], pieces: Mapping[str, int]) -> list[str]:
+    """What is tiled, and what that spares and costs; nothing where no module is tiled.
+
+    Args:
+        rows: what was looked at.
+        pieces: by kind of module.
+    """
+    if not pieces:
         return []
-    first, lines = rows[0], [f"tiles: {_in_words(rows[-1].tiles)}"]
+    first, lines = rows[0], [f"tiles: {_in_words(pieces)}"]
     for row in rows:
         more = ""
         if row.tiles and first.plain_seconds:
@@ -106,6 +112,11 @@ def chosen_tiles(model: nn.Module) -> dict[str, Tiling | ChunkedLoss]:
     return found
 
 
+def pieces_of(model: nn.Module) -> dict[str, int]:
+    """In how many pieces modules run that were chosen, by kind."""
+    return {kind: tiling.pieces or 1 for kind, tiling in chosen_tiles(model).items()}
+
+
 def set_tiles(model: nn.Module, pieces: Mapping[str, int]) -> None:
     """Run modules in so many pieces, and whole again those that were chosen before.
 
@@ -132,21 +143,20 @@ def _alike(model: nn.Module, kind: str) -> list[nn.Module]:
 # ---- the search --------------------------------------------------------------------------------------
 
 
-def remembering(
-    costs: Callable[[Specs], CostBySignature] | None = None,
-) -> Callable[[Specs], CostBySignature]:
-    """What says what operations cost, and says it of each once, however often a step is traced.
+class Costs:
+    """Says what operations cost, of each once, however often a step is traced.
 
     Args:
-        costs: asked for those that are new. By default they are timed.
+        ask: asked for those that are new. By default they are timed.
     """
-    known, ask = dict[Signature, OpCost](), costs or partial(measure_costs, memory_limit_bytes=_TIMED_BYTES)
 
-    def remembered(specs: Specs) -> CostBySignature:
-        known.update(ask({key: spec for key, spec in specs.items() if key not in known}))
-        return {key: known[key] for key in specs if key in known}
+    def __init__(self, ask: Callable[[Specs], CostBySignature] | None = None) -> None:
+        self._ask = ask or partial(measure_costs, memory_limit_bytes=_TIMED_BYTES)
+        self._known: dict[Signature, OpCost] = {}
 
-    return remembered
+    def __call__(self, specs: Specs) -> CostBySignature:
+        self._known.update(self._ask({key: spec for key, spec in specs.items() if key not in self._known}))
+        return {key: self._known[key] for key in specs if key in self._known}
 
 
 class TilesSearch(Generic[T]):
@@ -176,6 +186,7 @@ class TilesSearch(Generic[T]):
         self._policy, self._limit_of = policy, limit
         self._forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._tokenwise: dict[str, bool] = {}
+        self._exchange = set[str]()
         self._head = output_layer(model)
         inside = set[nn.Module]() if self._head is None else set(self._head.modules())
         self._makes_logits = {name for name, module in model.named_modules() if module in inside}
@@ -215,6 +226,8 @@ class TilesSearch(Generic[T]):
         with suspended(), self._noting():
             traced = self._traced()
         graph = self._graph_of(traced)
+        exchanging = (op.module for op in graph.operations if op.reason == IS_COLLECTIVE)
+        self._exchange |= {by_members(name)[0] for module in exchanging for name in outward(module)}
         try:
             make(graph, 1, self._policy, progress=False)
         except BudgetError as error:
@@ -308,6 +321,8 @@ class TilesSearch(Generic[T]):
         return self._tokenwise[kind]
 
     def _is_candidate(self, kind: str) -> bool:
+        if kind in self._exchange:  # a rank that calls it alone would wait for the others
+            return False
         module, form = _alike(self._model, kind)[0], self._forms.get(kind)
         if (tiled := tiled_forward(module)) is not None:
             return tiled.tiling.chosen

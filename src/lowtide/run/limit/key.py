@@ -216,6 +216,10 @@ class Inputs:
             extensions=hash(tuple(keys)) if keys else 0,
         )
 
+    def forget_key(self) -> None:
+        """The model has changed, and with it the key of the step."""
+        vars(self).pop("key", None)
+
     def resident_bytes(self, own: bool = False) -> int:
         """Bytes that are there before the step: of the model's parameters, buffers and gradients, and, unless
         only its ``own`` are asked for, of the tensors that the forward is given.

@@ -538,6 +538,8 @@ class Limiter:
             TraceError: no loss can be found or made up.
         """
         inputs = Inputs(self.model, args, kwargs, False, self.maker.extensions)
+        for extension in self.maker.extensions:
+            extension.opens(self, inputs)
         entry = self.book.find(inputs.key)
         if self.book.begin(entry, prepared=True) is How.ASIDE:
             self.turn_off_checkpointing()
