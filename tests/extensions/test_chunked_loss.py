@@ -492,6 +492,11 @@ def test_pieces_that_are_no_number_are_refused(pieces: Any) -> None:
 def test_a_model_without_an_output_layer_is_refused() -> None:
     with pytest.raises(lowtide.LowtideError, match="output layer"):
         lowtide.chunked_loss(nn.Linear(2, 2))
+    net = torch.nn.Sequential()
+    net.head = torch.nn.Linear(4, 8)
+    lowtide.tile(net.head)
+    with pytest.raises(lowtide.LowtideError, match=r"as lowtide\.tile does"):
+        lowtide.chunked_loss(net)
 
 
 def test_a_layer_that_is_no_product_is_refused() -> None:

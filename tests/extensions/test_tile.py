@@ -394,6 +394,36 @@ def test_no_difference_is_named_where_pieces_draw_other_random_numbers() -> None
     assert len(said) == 1 and tiles.difference is None
 
 
+def test_a_trace_on_fakes_sees_a_call_and_no_check_beside_it() -> None:
+    found = list[int]()
+    for checked in (False, True):
+        net = model()
+        tiled(net)
+        if checked:
+            step(net, tokens())
+            net.zero_grad()
+        graph = lowtide.trace(lambda x: net(x).square().sum(), tokens(), fake=True)  # noqa: B023
+        found.append(len(graph.operations))
+    assert found[0] == found[1]
+
+
+def test_a_trace_on_fakes_takes_a_mixture_in_tiles() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    net = transformers.MixtralForCausalLM(config)  # products of matrices in groups
+    lowtide.tile(net.model.layers[0].mlp, 4)
+    words = torch.arange(64).view(1, 64)
+    assert lowtide.trace(lambda: net(input_ids=words, labels=words).loss, fake=True).operations
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_one_token_along_the_dimension_is_said(grad: bool) -> None:
     net = nn.Embedding(10, WIDTH)

@@ -290,3 +290,30 @@ def test_no_module_is_chosen_that_makes_logits_in_pieces_or_is_watched_inside() 
     for one, other in zip((p.grad for p in net.parameters() if p.grad is not None), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert all(tiled_forward(one) is None for one in (*net.mlp.modules(), *net.head.modules()))
+
+
+class Outside(Language):
+    """Its loss is computed from what it returns."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.tokens(tokens))
+
+
+def test_a_loss_outside_of_the_model_runs_in_pieces_where_the_limit_is_given_it() -> None:
+    words = torch.randint(4096, (1, 512))
+
+    def loss_of(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+    found = list[lowtide.Handle]()
+    for loss_fn in (None, loss_of):
+        net = Outside()
+        handle = lowtide.limit_memory(net, "min", tiles="auto", loss_fn=loss_fn)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loss_of(net(words)).backward()
+        asked = [one for one in said if "limit_memory(loss_fn=)" in str(one.message)]
+        assert len(asked) == (loss_fn is None) and not any("in one piece" in str(one.message) for one in said)
+        found.append(handle)
+    plain, pieces = (handle.plan.budget_bytes for handle in found if handle.plan is not None)
+    assert plain is not None and pieces is not None and pieces < 0.5 * plain

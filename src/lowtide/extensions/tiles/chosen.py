@@ -17,6 +17,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import PlanError, TraceError
 from lowtide.extension import Extension
+from lowtide.extensions.tiles.loss import has_output_layer
 from lowtide.extensions.tiles.search import (
     Costs,
     TilesRow,
@@ -37,7 +38,12 @@ from lowtide.run.limit.key import Inputs, Members, StepKey
 from lowtide.run.messages import warn
 from lowtide.run.transforms import unused_bytes
 from lowtide.trace.fake import trace_fake
-from lowtide.trace.results import loss_to_plan_for
+from lowtide.trace.results import loss_of, loss_to_plan_for
+
+_NO_LOSS = (
+    'tiles="auto" sees what the model does, and this model returns no loss. Give limit_memory(loss_fn=), a '
+    "function that computes the loss from what the model returns, so that the loss can run in pieces, too"
+)
 
 _NO_TRACE = (
     'limit_memory(tiles="auto") traces a step on fake tensors, and there are none of weights that '
@@ -153,7 +159,10 @@ class Tiles(Extension):
 
     def _traced(self, limiter: Any, inputs: Inputs) -> Entry:
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return loss_to_plan_for(limiter.own_step(*args, **kwargs), limiter.loss_fn)
+            result = limiter.own_step(*args, **kwargs)
+            if limiter.loss_fn is None and loss_of(result) is None and has_output_layer(self.model):
+                self.maker.warn_once(_NO_LOSS)
+            return loss_to_plan_for(result, limiter.loss_fn)
 
         model = self.model
         graph = trace_fake(step, inputs.args, inputs.kwargs, [model], model_device(model).type, self._costs)

@@ -255,10 +255,17 @@ def chunked_loss(
     for earlier in set(_handles(model)):
         earlier.remove()
     if not handle.place(_layers(model)):
-        raise LowtideError(
-            f"chunked_loss(model): {type(model).__name__} has no output layer that lowtide knows "
-            "(get_output_embeddings() of transformers, or an attribute 'head'): give the module that has one"
+        kind, known = type(model).__name__, output_layer(model)
+        why = (
+            f"{kind} has no output layer that lowtide knows (get_output_embeddings() of transformers, or an "
+            "attribute 'head'): give the module that has one"
         )
+        if known is not None:
+            why = (
+                f"the output layer of {kind}, a {type(known).__name__}, is no linear layer, or something has "
+                "replaced its forward, as lowtide.tile does: take that off first"
+            )
+        raise LowtideError(f"chunked_loss(model): {why}")
     handle.follow(model)
     return handle
 

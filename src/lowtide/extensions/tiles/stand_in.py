@@ -247,6 +247,8 @@ def _in_full(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for one in private.tree_leaves((args, kwargs)):
         if isinstance(one, Logits) and one._real is None:
             small = one.products.rows.numel() <= one.length
+            if private.is_fake_mode_active():
+                continue  # a trace, which makes none
             if not small or (torch.is_grad_enabled() and one.requires_grad):
                 _tell(one, _name(function))
     args, kwargs = private.tree_map(lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs))

@@ -249,20 +249,20 @@ class TiledForward:
 
         needed = tuple(tensor.requires_grad for tensor in tensors)
         call = _Call(self, split, needed, rebuilt, _Modes(tensors[0].device, self.module.training))
-        if self.module.training not in self.checked:
-            self._check_units()
-            try:
-                with _unseen():
-                    if private.is_fake_mode_active():  # a trace, which has no values, and is not to see this
-                        with private.without_dispatch_modes():
-                            _checked_outputs(call, _sampled(call, tensors))
-                    else:
-                        _check(call, tensors)
-            except PlanError as error:
-                self.tiling.refused = True
-                shorten(error)
-                raise
-            self.checked.add(self.module.training)
+        if self.module.training in self.checked:
+            return call.run(tensors)
+        self._check_units()
+        call.is_checked = private.is_fake_mode_active()
+        try:
+            if call.is_checked:
+                return call.run(tensors)
+            with _unseen():
+                _check(call, tensors)
+        except PlanError as error:
+            self.tiling.refused = True
+            shorten(error)
+            raise
+        self.checked.add(self.module.training)
         return call.run(tensors)
 
     def _split(self, tensors: Sequence[Tensor]) -> _Split:
@@ -360,6 +360,9 @@ class _Call:
         needed: which of them need a gradient.
         forward: from the call's tensors, or a piece of them, to what the module returns.
         modes: that it runs under.
+
+    Attributes:
+        is_checked: its first piece is, as far as that takes no values: a trace on fakes sees no other call.
     """
 
     def __init__(
@@ -372,7 +375,7 @@ class _Call:
     ) -> None:
         self.tiled, self.split, self.needed = tiled, split, needed
         self.forward, self.modes = forward, modes
-        self.weights = tiled.parameters
+        self.weights, self.is_checked = tiled.parameters, False
         self.entered: Any = None  # autograd's node that saved what enters
         self._structure: Any = None
         self._rest: list[Any] = []
@@ -407,7 +410,9 @@ class _Call:
         """The module's outputs, each put together from those of the pieces."""
         split, whole = self.split, list[Tensor]()
         for piece in split.pieces:
-            outputs = self.outputs_of(self.cut(tensors, piece))
+            part = self.cut(tensors, piece)
+            is_checked = self.is_checked and not piece.start
+            outputs = _checked_outputs(self, part) if is_checked else self.outputs_of(part)
             length = piece.stop - piece.start
             for place, output in enumerate(outputs):
                 if not self.is_tokenwise(output, length):
