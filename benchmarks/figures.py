@@ -125,6 +125,35 @@ def tiles() -> str:
     return f"{table(head, body)}\n\n{text}"
 
 
+def longest() -> str:
+    """The longest sequence of a 4B model on one card, by forecast."""
+    found, body = load("long_context_forecast"), []
+    names = {
+        "recomputing": "recomputation",
+        "moves": "recomputation and moves",
+        "tiles": "recomputation and tiles",
+        "all": "recomputation, tiles and moves",
+    }
+    rows = {row["way"]: row for row in found["rows"]}
+    for way, name in names.items():
+        row = rows[way]
+        at, aim = row["at_longest"], row.get("at_aim")
+        shorter = f"{percent(aim['extra'])} with {row['aim_tokens']:,} tokens" if aim else ""
+        moved = f"{at['moved_bytes'] / 2**30:,.0f}"
+        body.append([name, f"{row['longest_tokens']:,}", percent(at["extra"]), moved, shorter])
+    head = ["a plan may use", "longest sequence", "extra time", "GiB moved", "extra time, shorter"]
+    row = rows["all"]
+    text = (
+        f"A Qwen3 of 4 billion parameters in bfloat16, {row['layers']} layers, one sequence. "
+        f"{row['room_bytes'] / 2**30:,.1f} GiB of the card are for PyTorch's tensors, and the optimizer's "
+        f"state is in main memory. Moves may take {row['host_budget_bytes'] >> 30} GiB of main memory. "
+        "*Extra time* is over the same step on a card with enough memory. Nothing ran on a card: the steps "
+        "are planned on fake tensors, without what kernels allocate for themselves "
+        f"({where(found)}; `python -m benchmarks.long_context_forecast`)."
+    )
+    return f"{table(head, body)}\n\n{text}"
+
+
 def scopes() -> str:
     """What recording costs where operations are tiny."""
     found = load("recorder")
@@ -329,7 +358,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        loss_in_pieces, report_page, knob_peak, tiles, context_parallel,
+        loss_in_pieces, report_page, knob_peak, longest, tiles, context_parallel,
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import machine
 from benchmarks.long_context_steps import LAYERS
 from lowtide import policies
 from lowtide.errors import BudgetError
@@ -150,7 +151,7 @@ def main(arguments: list[str]) -> None:
     found = [*rows(131_072, True, layers), *rows(16_384, False, layers)]
     if not smoke:
         out = Path(arguments[0]) if arguments else OUT
-        out.write_text(json.dumps({"card": CARD.name, "rows": found}, indent=1) + "\n")
+        out.write_text(json.dumps({"card": CARD.name, "machine": machine(), "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
