@@ -217,11 +217,13 @@ class _SummedLoss(torch.autograd.Function):
                 "a second backward through a loss that lowtide.chunked_loss computed: its gradients were "
                 "scaled in place by the first one. Call the first with retain_graph=True"
             )
+        if not kept:
+            ctx.gradients = None
         found = list[Tensor | None]()
         for place, like in enumerate(ctx.forms):
             found.append(None if like is None else _scaled(gradients[place], grad, not kept, *like))
             if not kept:
-                gradients[place] = ctx.gradients = None
+                gradients[place] = None  # the wide one goes before the next is cast
         return (None, None, None, None, None, *found)
 
 
