@@ -118,7 +118,7 @@ class Vocabulary:
             by: ends in the gradients by the losses.
         """
         logits, target = values[:, : self.valid], known.t().flatten()
-        values[:, self.valid :] = 0
+        values[:, self.valid :].zero_()
         if not self.valid:
             return
         column, mine = self.places(target)
