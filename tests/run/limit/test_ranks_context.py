@@ -111,6 +111,24 @@ def test_one_plan_and_the_same_bits(family: str, exchange: str) -> None:
         assert first["again"] and (ring or exchange != "ring" or first["budget"] != "full")
 
 
+def first_step(family: str) -> tuple[int, int]:
+    """What the first step takes under a budget in bytes a little above the smallest, and how much it may."""
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    model = make(family, "ring")
+    smallest: Any = lowtide.limit_memory(model, "min")
+    train(model, 1)
+    model = make(family, "ring")
+    handle: Any = lowtide.limit_memory(model, int(1.05 * smallest.plan.budget_bytes))
+    _, took = train(model, 1)
+    return took[0], handle.plan.budget_bytes - handle.graph.resident_bytes
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_first_step_of_a_ring_is_held(family: str) -> None:
+    for took, left in on_ranks(2, first_step, family):
+        assert took <= left + SCALARS
+
+
 def documents(step: int) -> Tensor:
     """Other documents in each step, and in each row."""
     cuts = torch.randint(1, 100, (8, 1), generator=seeded(step))

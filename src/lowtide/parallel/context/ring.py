@@ -178,13 +178,13 @@ def _add(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 def merged(part: Pair | None, other: Pair) -> Pair:
-    """Attention to two sets of keys, from attention to each; rows of the first see something."""
+    """Attention to two sets of keys, from attention to each, which is overwritten; rows of the first see
+    something.
+    """
     if part is None:
         return other
     (out, lse), (more, more_lse) = part, other
     dtype = accumulated_in(out.dtype)
     total = torch.logaddexp(lse, more_lse)
-    out = (
-        out.to(dtype) * (lse - total).exp()[..., None] + more.to(dtype) * (more_lse - total).exp()[..., None]
-    )
-    return out, total
+    out = out.to(dtype).mul_((lse - total).exp()[..., None])
+    return out.add_(more.to(dtype).mul_((more_lse - total).exp()[..., None])), total

@@ -183,7 +183,13 @@ class CostMeter:
             return self._run_on_copies(cost, func, args, kwargs, warm)
         if cost.in_place:
             return self.measure(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
+        if cost.is_collective:  # a ring's, which moves through buffers of its own
+            self._make_room_for(args, kwargs, cost.scratch_bytes)
         return self.measure(cost, lambda: proceed(func, args, kwargs), warm)
+
+    def _make_room_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: int = 0) -> None:
+        with unseen():
+            self.make_room(max(known, 2 * sum(tensor.nbytes for tensor in tensors_inside((args, kwargs)))))
 
     def _run_on_copies(
         self, cost: MeasuredCost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
@@ -194,8 +200,8 @@ class CostMeter:
             copies.append((tensor, tensor.clone()))
             return copies[-1][1]
 
+        self._make_room_for(args, kwargs)
         with unseen():
-            self.make_room(2 * sum(tensor.nbytes for tensor in tensors_inside((args, kwargs))))
             given, named = private.tree_map_only(torch.Tensor, copy_of, (args, kwargs))
         result = self.measure(cost, lambda: _wait_for(proceed(func, given, named)), warm)
         written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
