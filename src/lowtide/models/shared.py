@@ -224,7 +224,7 @@ class Sharing:
         from lowtide.parallel import parallel_cross_entropy, parallel_linear_cross_entropy
 
         options: dict[str, Any] = {"vocabulary": vocabulary, "tensor_model_parallel_group": self.group}
-        if (loss := chunked_loss_of(head)) is not None:
+        if _is_changed(head) and (loss := chunked_loss_of(head)) is not None:
             options |= {"sequence_dimension": SEQUENCE if self.sequence_parallel else None}
             options |= {"chunks": loss.pieces, "reduction": "sum"}
             total = parallel_linear_cross_entropy(hidden, head.weight, targets, **options)
@@ -240,10 +240,16 @@ def next_token_loss(
     wider: their mean, or their sum divided by ``counted``.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits, labels = logits_for_loss(head, hidden.flatten(0, -2)).to(wide), targets.flatten()
+    tokens, labels = hidden.flatten(0, -2), targets.flatten()
+    logits = (logits_for_loss(head, tokens) if _is_changed(head) else head(tokens)).to(wide)
     if counted is None:
         return F.cross_entropy(logits, labels)
     return F.cross_entropy(logits, labels, reduction="sum") / counted
+
+
+def _is_changed(head: nn.Module) -> bool:
+    """Whether the output layer has another forward: what a loss in pieces does, Dynamo does not trace."""
+    return head.__dict__.get("forward") is not None
 
 
 def fill(module: nn.Module, name: str, init_method: Callable[[Tensor], Any]) -> None:

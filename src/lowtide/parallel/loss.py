@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.errors import expect
-from lowtide.extensions.tiles.products import Product, Products, Term, piece_length, spans
+from lowtide.extensions.tiles.products import Product, Products, Term, piece_length
 from lowtide.extensions.tiles.rows import summed_loss
 from lowtide.extensions.tiles.stand_in import Logits
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
@@ -164,7 +164,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _pieces(rows: Tensor) -> list[slice]:
-    return spans(rows.shape[0], _PIECE_ELEMENTS // max(1, rows.shape[-1]))
+    length = max(1, _PIECE_ELEMENTS // max(1, rows.shape[-1]))
+    return [slice(at, at + length) for at in range(0, rows.shape[0], length)]
 
 
 def parallel_cross_entropy(
