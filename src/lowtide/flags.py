@@ -52,6 +52,12 @@ HostBudget = Annotated[
         "free]"
     ),
 ]
+Tiles = Annotated[
+    Literal["auto"] | None,
+    typer.Option(
+        help="auto: if no plan fits otherwise, MLPs, norms and the loss run in pieces of the tokens."
+    ),
+]
 PlanSeconds = Annotated[
     float | None,
     typer.Option(

@@ -17,8 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide import Plan
+from lowtide import budget as budgets
 from lowtide.extensions.tiles.chosen import Tiles
 from lowtide.extensions.tiles.tile import tiled_forward
+from lowtide.steps.planning import ScriptOptions, trace_and_plan_script
+from lowtide.train.errors import OptionError
+from lowtide.train.options import TrainOptions
+from lowtide.train.planning import PlanOptions, make_plan
 
 WIDTH, TOKENS = 32, 1024
 
@@ -317,3 +323,48 @@ def test_a_loss_outside_of_the_model_runs_in_pieces_where_the_limit_is_given_it(
         found.append(handle)
     plain, pieces = (handle.plan.budget_bytes for handle in found if handle.plan is not None)
     assert plain is not None and pieces is not None and pieces < 0.5 * plain
+
+
+# ---- commands ----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+
+def make():
+    torch.manual_seed(0)
+    mlp = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.GELU(), torch.nn.Linear(512, 32))
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), mlp)
+    return model, (torch.randn(1, 2048, 32),)
+"""
+
+
+def test_lowtide_plan_says_what_tiles_cost(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    asked: dict[str, Any] = {"budget": "min", "tiles": "auto", "plan_seconds": 0.1}
+    plans = [
+        make_plan(PlanOptions(model="llama-nano", batch=1, seq=512, **asked)),
+        trace_and_plan_script(ScriptOptions(f"{script}:make", **asked))[1],
+    ]
+    for plan in plans:
+        without, tiled = [note for note in plan.notes if "smallest budget" in note]
+        assert "without tiles: " in without and "pieces: " in tiled
+        bytes_of = [
+            budgets.parse(note.split("smallest budget ")[1].split(",")[0]) for note in (without, tiled)
+        ]
+        assert plan.predicted_peak_bytes <= 1.01 * bytes_of[1] < 0.8 * bytes_of[0]
+    assert Plan.from_json(plans[0].to_json()).notes == plans[0].notes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tiles": "auto", "pp": 2, "batch": 8}, "--tiles auto: stages of a pipeline"),
+        ({"tiles": "auto", "compile": True}, "leave out --compile"),
+        ({"tiles": "auto", "budget": None, "policy": "full"}, "it needs a budget"),
+        ({"tiles": "all"}, "choose auto"),
+    ],
+)
+def test_options_that_do_not_go_with_tiles(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        TrainOptions(**given)

@@ -25,6 +25,7 @@ from lowtide.flags import (
     PolicyName,
     Script,
     Seq,
+    Tiles,
     Unfused,
     budget_asked,
     given_options,
@@ -51,6 +52,7 @@ def plan_command(
     budget: Budget = None,
     policy: PolicyName = None,
     host_budget: HostBudget = None,
+    tiles: Tiles = None,
     plan_seconds: PlanSeconds = None,
     batch: Batch = 8,
     seq: Seq = 256,
@@ -138,6 +140,7 @@ def report_command(
     budget: Budget = None,
     policy: PolicyName = None,
     host_budget: HostBudget = None,
+    tiles: Tiles = None,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: PlanDtype = None,
@@ -206,7 +209,7 @@ def _of_script(asked: dict[str, Any]) -> tuple[StepGraph | None, Plan]:
         )
     from lowtide.steps.planning import ScriptOptions, trace_and_plan_script
 
-    names = ("script", "budget", "raise_budget", "policy", "host_budget", "plan_seconds", "json")
+    names = ("script", "budget", "raise_budget", "policy", "host_budget", "tiles", "plan_seconds", "json")
     device = asked["device"] if "device" in given else None
     options = {name: asked[name] for name in names if name in asked}
     return trace_and_plan_script(ScriptOptions(**options, device=device))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, TraceError
-from lowtide.estimate.devices import DEVICES, Device
+from lowtide.estimate.devices import DEVICES
 from lowtide.estimate.devices import device as find_device
-from lowtide.estimate.simulation.pricing import pricer
 from lowtide.graph import StepGraph
 from lowtide.limits import Face, limit_memory
 from lowtide.meter.resident import model_device
@@ -36,16 +34,15 @@ from lowtide.run.limit.limiter import Limiter
 from lowtide.run.transforms import unused_bytes
 from lowtide.steps.given import Given
 from lowtide.steps.target import ScriptError, ScriptFailed, Target, of_the_user
-from lowtide.trace.costs.timing import measure_costs
-from lowtide.trace.fake import CostBySignature, Specs, trace_fake
+from lowtide.trace.fake import trace_fake
 from lowtide.trace.results import loss_of, loss_to_plan_for
 from lowtide.trace.untouched import Gradients
-from lowtide.train.options import check_file, check_host_budget, check_policy, require
+from lowtide.train.options import check_file, check_host_budget, check_policy, check_tiles, require
 from lowtide.train.part import raised_note
 from lowtide.train.planning import (
-    TIMED_BYTES,
     adamw_bytes,
     budget_on,
+    costs_on,
     most_held,
     no_optimizer,
     policy_on,
@@ -60,7 +57,7 @@ class ScriptOptions:
 
     Attributes:
         script: as `lowtide.steps.target.Target.of` takes it.
-        budget, raise_budget, policy, host_budget, plan_seconds, json: as of
+        budget, raise_budget, policy, host_budget, tiles, plan_seconds, json: as of
             `lowtide.train.planning.PlanOptions`.
         device: an accelerator that need not be there (`lowtide.estimate.devices`), whose times and workspaces
             the plan counts; ``None`` for the device of the model.
@@ -71,6 +68,7 @@ class ScriptOptions:
     raise_budget: bool = False
     policy: str | None = None
     host_budget: str | None = None
+    tiles: Literal["auto"] | None = None
     plan_seconds: float | None = None
     device: str | None = None
     json: Path | None = None
@@ -81,6 +79,7 @@ class ScriptOptions:
         check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         check_file("json", self.json)
         check_host_budget(self.host_budget, self.policy, self.device or "")
+        check_tiles(self.tiles, self.budget, compiled=False)
         require(
             self.device is None or self.device.lower() in DEVICES,
             "device",
@@ -126,6 +125,7 @@ class _Planning:
         self.settings = {
             "policy": options.policy,
             "host_budget": options.host_budget,
+            "tiles": options.tiles,
             "plan_seconds": options.plan_seconds,
         }
         self.unwritten: list[Tensor] = []
@@ -183,6 +183,8 @@ class _Planning:
         if self.given.optimizer is not None:
             extensions.append(face.counting(model, self.given.optimizer))
         settings = {"policy": policy, "plan_seconds": self.options.plan_seconds, "progress": None}
+        tiles: list[Any] = face.tiling(self.options.tiles)
+        extensions += tiles
         limiter = Limiter(model, None, "first", face, extensions, budget=budget, **settings)  # not installed
         limiter.extend(budget)
         limiter.turn_off_checkpointing()
@@ -192,12 +194,16 @@ class _Planning:
             return loss_to_plan_for(model(*args, **kwargs), None)
 
         self.work.say("tracing one step")
-        costs = _costs(self.card)
-        graph = trace_fake(step, args, kwargs, [model], device.type, costs, self.unwritten)
-        unused = unused_bytes(model, graph, own)
-        if self.card is not None:
-            graph = replace(graph, resident_bytes=graph.resident_bytes + self.card.workspaces_bytes)
-        entry = Entry(inputs.key, Kind(), graph=graph, facts=Facts(unused_bytes=unused))
+        costs = costs_on(self.card)
+
+        def traced() -> Entry:
+            graph = trace_fake(step, args, kwargs, [model], device.type, costs, self.unwritten)
+            unused = unused_bytes(model, graph, own)
+            if self.card is not None:
+                graph = replace(graph, resident_bytes=graph.resident_bytes + self.card.workspaces_bytes)
+            return Entry(inputs.key, Kind(), graph=graph, facts=Facts(unused_bytes=unused))
+
+        entry = tiles[0].choose(traced) if tiles else traced()
 
         def planned(budget: str | int | None) -> tuple[StepGraph, Plan]:
             if budget is not None:
@@ -275,14 +281,6 @@ class _Planning:
         else:
             notes.append(f"{type(optimizer).__name__} is counted: its state, and its own step")
         return replace(plan, notes=(*plan.notes, *notes))
-
-
-def _costs(card: Device | None) -> Callable[[Specs], CostBySignature]:
-    """What says what operations cost: a clock here, or the prices of a card."""
-    if card is None:
-        return partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
-    price = pricer(card)
-    return lambda specs: {key: price(specs[key]) for key in specs}
 
 
 def _present(settings: dict[str, Any]) -> dict[str, Any]:

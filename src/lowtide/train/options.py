@@ -124,6 +124,13 @@ class TrainOptions(Settings):
             self.host_budget,
             "a pipeline moves nothing: leave it out, or --pp",
         )
+        require(
+            self.tiles is None or (self.pp == 1 and not self.shard_parameters),
+            "tiles",
+            self.tiles,
+            "stages of a pipeline and sharded parameters cannot be traced on fake tensors: leave it out",
+        )
+        check_tiles(self.tiles, self.budget, self.compile)
         check_compile(self.compile, self.compile_backend, self.policy, self.device, self.loss_chunks)
         if self.compile:
             check_compiled_run(self)
@@ -223,6 +230,13 @@ def check_policy(name: str | None) -> None:
         name,
         f"choose {', '.join(names[:-1])} or {names[-1]}",
     )
+
+
+def check_tiles(given: str | None, budget: str | None, compiled: bool) -> None:
+    """Raise an `OptionError` unless tiles, if given, go with the step and its budget."""
+    require(given in (None, "auto"), "tiles", given, "choose auto, or leave it out")
+    require(given is None or budget is not None, "tiles", given, "it needs a budget: pass --budget min")
+    require(given is None or not compiled, "tiles", given, "compiled code has no tiles: leave out --compile")
 
 
 def check_host_budget(given: str | None, policy: str | None, device: str, compiled: bool = False) -> None:

@@ -155,6 +155,7 @@ class WholeModel(Part):
             budget,
             policy=self.options.policy,
             host_budget=self.options.host_budget,
+            tiles=self.options.tiles,
             optimizer=optimizer,
             plan_seconds=self.options.plan_seconds,
             plans=self.options.kept_plans,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from lowtide.progress import Work, working
 from lowtide.remedies import in_lines
 from lowtide.run.transforms import with_overhead
 from lowtide.trace.costs.timing import measure_costs
-from lowtide.trace.fake import trace_fake
+from lowtide.trace.fake import CostBySignature, Specs, trace_fake
 from lowtide.train.arrangements import check_compile
 from lowtide.train.options import (
     DTYPES,
@@ -39,6 +40,7 @@ from lowtide.train.options import (
     check_file,
     check_host_budget,
     check_policy,
+    check_tiles,
     require,
 )
 from lowtide.train.part import raised_note
@@ -69,6 +71,7 @@ class PlanOptions:
     raise_budget: bool = False
     policy: str | None = None
     host_budget: str | None = None
+    tiles: Literal["auto"] | None = None
     plan_seconds: float | None = None
     batch: int = 8
     seq: int = 256
@@ -91,6 +94,7 @@ class PlanOptions:
         check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         check_file("json", self.json)
         check_host_budget(self.host_budget, self.policy, self.device, compiled=self.compile)
+        check_tiles(self.tiles, self.budget, self.compile)
         check_compile(self.compile, self.compile_backend, self.policy, self.device, self.loss_chunks)
         priced = self.device.lower() in DEVICES
         require(
@@ -190,30 +194,26 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
             return model(tokens, targets).loss
 
     work.say("tracing one step")
-    inputs = (tokens, tokens.clone())
-    if card is None:
-        timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
-        traced = trace_fake(step, inputs, {}, [model], device.type, timed, model.buffers())
-        graph = with_overhead(traced)
-        made = _plan_within(graph, options, policy_on(None, options.policy, options.host_budget, device))
+    inputs, kind, costs = (tokens, tokens.clone()), device.type, costs_on(card)
+
+    def traced() -> StepGraph:
+        graph = trace_fake(step, inputs, {}, [model], kind, costs, model.buffers())
+        if card is None:
+            return with_overhead(graph)
+        return replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
+
+    policy = policy_on(card, options.policy, options.host_budget, device)
+    tiled = ()
+    if card is not None:
+        options = replace(options, budget=budget_on(card, options.budget, adamw_bytes(model)))
+    if options.tiles is None:
+        graph = traced()
     else:
-        price = pricer(card)
-        graph = trace_fake(
-            step,
-            inputs,
-            {},
-            [model],
-            device.type,
-            lambda specs: {key: price(specs[key]) for key in specs},
-            model.buffers(),
-        )
-        graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
-        made = _plan_within(
-            graph,
-            replace(options, budget=budget_on(card, options.budget, adamw_bytes(model))),
-            policy_on(card, options.policy, options.host_budget, device),
-        )
-        made = replace(made, notes=(*made.notes, price_note(card)))
+        from lowtide.extensions.tiles.search import tiled_for
+
+        graph, tiled = tiled_for(model, traced, policy, options.budget or "min")
+    made = _plan_within(graph, options, policy)
+    made = replace(made, notes=(*made.notes, *tiled, *([] if card is None else [price_note(card)])))
     notes = (most_held(graph, made, card), *reserve_note(graph, made, card), no_optimizer(model))
     made = replace(made, notes=(*made.notes, *notes))
     return graph, made
@@ -225,6 +225,14 @@ def _model(options: PlanOptions, device: torch.device) -> nn.Module:
         options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
     )
     return untouched(lambda: build_model(spec), device)
+
+
+def costs_on(card: Device | None) -> Callable[[Specs], CostBySignature]:
+    """What says what operations cost: a clock here, or the prices of a card."""
+    if card is None:
+        return partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
+    price = pricer(card)
+    return lambda specs: {key: price(specs[key]) for key in specs}
 
 
 def budget_on(card: Device, budget: str | None, state_bytes: int) -> str | None:

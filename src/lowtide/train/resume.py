@@ -36,7 +36,7 @@ _LAYOUT = {
 }
 """A checkpoint is loaded into any layout, so the command says which."""
 
-_TOGETHER = ({"budget", "raise_budget", "policy", "host_budget"}, {"compile", "compile_backend"})
+_TOGETHER = ({"budget", "raise_budget", "policy", "host_budget", "tiles"}, {"compile", "compile_backend"})
 """Where the command says one, it says all."""
 
 

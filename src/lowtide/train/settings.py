@@ -27,6 +27,7 @@ class Settings:
         raise_budget: take the smallest budget that works where ``budget`` is below it.
         policy: how to meet the budget; ``None`` is ``auto``.
         host_budget: the most that the policy moves to main memory; ``None`` for a quarter of what is free.
+        tiles: ``auto`` runs modules in pieces of the tokens where no plan fits otherwise.
         plan_seconds: about how long a search for a plan may take; ``None`` for what is usual.
         steps: optimizer steps.
         batch, seq: sequences in a micro-batch, tokens in a sequence.
@@ -76,6 +77,7 @@ class Settings:
     raise_budget: bool = False
     policy: str | None = None
     host_budget: str | None = None
+    tiles: Literal["auto"] | None = None
     plan_seconds: float | None = None
     steps: int = 100
     batch: int = 8

@@ -38,6 +38,7 @@ from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan import make
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.search import Search
+from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import pieces_at_peak
 from lowtide.remedies import LOSS
 from lowtide.trace.costs.specs import OpCost, Signature
@@ -328,6 +329,26 @@ class TilesSearch(Generic[T]):
             return tiled.tiling.chosen
         makes_logits = self._head in set(module.modules())
         return form is not None and not makes_logits and treats_tokens_alone(module, *form)
+
+
+def tiled_for(
+    model: nn.Module, traced: Callable[[], StepGraph], policy: str | Policy, budget: str | int
+) -> tuple[StepGraph, list[str]]:
+    """A step with the tiles that a plan within a budget needs, and what these spare and cost, in lines.
+
+    Args:
+        model: the model.
+        traced: the step on fake tensors, of the model as it is tiled then.
+        policy, budget: of the plan.
+    """
+
+    def limit(graph: StepGraph, least: int) -> int | None:
+        if budgets.asks_for(budget) == "min":
+            return None
+        return budgets.resolve(budget, plain(graph).peak_bytes, least, graph.device)
+
+    search = TilesSearch(model, traced, lambda graph: graph, policy, limit)
+    return search.run(), in_lines(search.rows, pieces_of(model))
 
 
 def _fits(least: int, limit: int | None) -> bool:

@@ -119,7 +119,7 @@ def _together(name: str, pieces: list[_Piece], tiled: str | None) -> Holder:
         remedy = SAVE, count - most.bytes
     elif tiled is not None and name not in (LOSS, SCORES, OF_PARAMETERS):
         of = repr(tiled.replace("#", "*"))
-        words = f'tiles of {of} (tiles="auto" in limit_memory, or lowtide.tile)'
+        words = f'tiles of {of} (tiles="auto" in limit_memory, --tiles auto, or lowtide.tile)'
         remedy = words, count - count // TILES
     return Holder(name, count, module, most.source, most.form, remedy)
 
