@@ -108,6 +108,13 @@ def test_a_budget_that_no_plan_meets_is_held_with_tiles_from_the_first_step(smal
     assert all(tiled_forward(one) is None for one in net.modules())
 
 
+def test_choosing_takes_no_more_than_the_budget(smallest: int) -> None:
+    net, budget = model(), int(0.6 * smallest)
+    weights = sum(one.nbytes for one in net.parameters())
+    lowtide.limit_memory(net, budget, tiles="auto")
+    assert weights + lowtide.measure(step, net).peak_bytes <= 1.01 * budget
+
+
 def test_a_refusal_names_tiles_first(smallest: int) -> None:
     net = model()
     lowtide.limit_memory(net, int(0.6 * smallest))

@@ -110,6 +110,9 @@ class Tiles(Extension):
         if entry.planned is not None and entry.planned_for == maker.version:
             return
 
+        fixed = maker.asked.fixed_bytes
+        self._costs.room_bytes = None if fixed is None else fixed - inputs.resident_bytes()
+
         def traced() -> Entry:
             with suspended(), limiter.inside():
                 return self._traced(limiter, inputs)

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -52,8 +51,8 @@ T = TypeVar("T")
 _SPARES = 0.02
 """Share of the smallest peak that tiles of a module have to spare."""
 
-_TIMED_BYTES = 1 << 30
-"""The largest operation that is run for its time."""
+_MOST_TIMED_BYTES, _TIMED_BYTES = 1 << 30, 1 << 24
+"""The largest operation that is run for its time: ever, and where nobody says how much room there is."""
 
 _MOST_PIECES = 32
 _PROBED_TOKENS = 8
@@ -149,15 +148,23 @@ class Costs:
 
     Args:
         ask: asked for those that are new. By default they are timed.
+
+    Attributes:
+        room_bytes: what an operation that is timed may take; ``None`` where that is not known.
     """
 
     def __init__(self, ask: Callable[[Specs], CostBySignature] | None = None) -> None:
-        self._ask = ask or partial(measure_costs, memory_limit_bytes=_TIMED_BYTES)
+        self._ask = ask or self._timed
+        self.room_bytes: int | None = None
         self._known: dict[Signature, OpCost] = {}
 
     def __call__(self, specs: Specs) -> CostBySignature:
         self._known.update(self._ask({key: spec for key, spec in specs.items() if key not in self._known}))
         return {key: self._known[key] for key in specs if key in self._known}
+
+    def _timed(self, specs: Specs) -> CostBySignature:
+        room = _TIMED_BYTES if self.room_bytes is None else min(self.room_bytes, _MOST_TIMED_BYTES)
+        return measure_costs(specs, memory_limit_bytes=max(0, room) // 2)  # the rest is for its scratch
 
 
 class TilesSearch(Generic[T]):
