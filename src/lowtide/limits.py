@@ -385,4 +385,5 @@ class Face:
         own = {"policy": policy != "optimal" and not getattr(policy, "usual", False), "stores": stores}
         own["host_budget"] = getattr(policy, "given", False)
         own["verify"], own["reserved"] = limiter.verify != "first", bool(self.reserved)
+        own["tiles"] = any(one.name == "tiles" for one in limiter.extensions)
         return Delegate(limiter, [f"{name}=" for name, given in own.items() if given])

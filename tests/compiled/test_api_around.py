@@ -167,9 +167,10 @@ def own_backend(module: Any, inputs: Any) -> Any:
     [
         ({}, {"backend": own_backend}, "a budget can be held for inductor, aot_eager"),
         ({"policy": "full"}, {"backend": "aot_eager"}, "knows no policy="),
+        ({"tiles": "auto"}, {"backend": "aot_eager"}, "knows no tiles="),
         ({}, {"mode": "reduce-overhead"}, "CUDA graphs"),
     ],
-    ids=["backend", "policy", "cudagraphs"],
+    ids=["backend", "policy", "tiles", "cudagraphs"],
 )
 def test_what_it_cannot_hold_runs_eagerly_and_says_why(options: Any, how: Any, why: str) -> None:
     model = Residual(layers=3)
