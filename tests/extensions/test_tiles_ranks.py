@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from small_model import needs_meter
 from test_tiles_chosen import TOKENS, model, tokens
 from torch import nn
@@ -17,7 +17,7 @@ import lowtide
 from lowtide import parallel as lp
 from lowtide.extensions.tiles.tile import tiled_forward
 
-pytestmark = [needs_gloo, needs_meter]
+pytestmark = [on_each_backend, needs_meter]
 
 
 def replica() -> Any:
