@@ -211,6 +211,9 @@ class TilesSearch(Generic[T]):
             found, graph, least = self._look(whole)
             limit = self._limit_of(graph, least)
             self.rows.append(TilesRow({}, least, graph.plain_seconds))
+            if _fits(least, limit):
+                return found
+            limit = None if limit is None else int((1 - _UNSEEN) * limit)
             while not _fits(least, limit):
                 more = self._decided(graph, limit, pieces)
                 if not more:
@@ -363,7 +366,7 @@ def tiled_for(
 
 def _fits(least: int, limit: int | None) -> bool:
     """Whether the smallest peak is within the budget; never, where the smallest budget is asked for."""
-    return limit is not None and budgets.with_slack(least) * (1 + _UNSEEN) <= limit
+    return limit is not None and budgets.with_slack(least) <= limit
 
 
 def treats_tokens_alone(module: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> bool:
