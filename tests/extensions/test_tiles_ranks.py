@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_each_backend, on_ranks
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from lowtide import parallel as lp
 from lowtide.extensions.tiles.tile import tiled_forward
+from lowtide.models.gpt import GPT
+from lowtide.models.presets import preset
 
 pytestmark = [on_each_backend, needs_meter]
 
@@ -75,3 +78,34 @@ def lowtide_model() -> nn.Module:
 def test_ranks_that_share_sequences_run_in_as_many_pieces() -> None:
     one, other = on_ranks(2, sequences)
     assert one == other and one
+
+
+def layers(sequence_parallel: bool) -> Any:
+    """A rank of two that share the layers, and sequences between them where that is asked for."""
+    changes: dict[str, Any] = {"vocabulary": 4096, "layers": 2, "positions": TOKENS}
+    torch.manual_seed(0)
+    net = GPT(preset("gpt-nano", **changes), dist.group.WORLD, sequence_parallel)
+    words = torch.randint(4096, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    found = []
+    for budget in (None, "min"):
+        handle = lowtide.limit_memory(net, budget, tiles="auto", progress=False) if budget else None
+        for _ in range(2):
+            net.zero_grad()
+            loss = net(words, words).loss
+            loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+    assert handle is not None and handle.plan is not None
+    assert handle.measured_peak_bytes is not None and handle.plan.budget_bytes is not None
+    above = handle.measured_peak_bytes - handle.plan.budget_bytes
+    return above, handle.plan.notes, str(handle.plan.program), *found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_that_share_layers_hold_one_plan_with_tiles(sequence_parallel: bool) -> None:
+    (_, notes, program, plain, tiled), (_, _, other_program, *_) = results = on_ranks(
+        2, layers, sequence_parallel
+    )
+    assert any("the loss in" in note for note in notes) and program == other_program
+    assert max(above for above, *_ in results) <= 0
+    for one, other in zip(plain, tiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -272,7 +272,7 @@ class TilesSearch(Generic[T]):
             if kind is None:
                 break
             tried = {**times, kind: 2 * times.get(kind, 1)}
-            now, holds_now = self._lowest(in_pieces(graph, tried))
+            now, holds_now = self._lowest(in_pieces(graph, tried, self._makes_logits))
             if now > (1 - _SPARES) * least and not _fits(now, limit):
                 done.add(kind)
                 continue

@@ -8,7 +8,7 @@ tiles. The time of the pieces is not in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from lowtide.graph import Operation, StepGraph
@@ -20,12 +20,13 @@ _PRODUCT = "mm."
 """In the names of products of matrices, which make other tensors of logits than logits."""
 
 
-def in_pieces(graph: StepGraph, pieces: Mapping[str, int]) -> StepGraph:
+def in_pieces(graph: StepGraph, pieces: Mapping[str, int], heads: Collection[str] = ()) -> StepGraph:
     """The step with modules in pieces.
 
     Args:
         graph: the step.
         pieces: by kind of module (``h.#.mlp``), and of `LOSS`.
+        heads: names of the modules that make logits.
     """
     inside = [_instance(op, pieces) for op in graph.operations]
     touched: dict[int, set[tuple[str, str]]] = {}
@@ -33,7 +34,7 @@ def in_pieces(graph: StepGraph, pieces: Mapping[str, int]) -> StepGraph:
         for value in (*op.reads, *op.writes):
             touched.setdefault(graph.values[value].storage, set()).add(instance)
     freed = {event.index for event in graph.events if event.kind == "free"}
-    parts = dict.fromkeys(_logits(graph), pieces[LOSS]) if LOSS in pieces else {}
+    parts = dict.fromkeys(_logits(graph, heads), pieces[LOSS]) if LOSS in pieces else {}
     for storage in graph.storages:
         # what is there before or behind the step, gradients among it, is no token's
         if storage.producer is not None and storage.id in freed and len(touched.get(storage.id, ())) == 1:
@@ -57,9 +58,9 @@ def _instance(op: Operation, kinds: Mapping[str, int]) -> tuple[str, str]:
     return "", ""
 
 
-def _logits(graph: StepGraph) -> set[int]:
-    """Storages of logits and of their gradients: what the operations of a token loss read and write, and what
-    is cast, scaled or copied before and after.
+def _logits(graph: StepGraph, heads: Collection[str]) -> set[int]:
+    """Storages of logits and of their gradients: what the modules that make logits and the operations of a
+    token loss read and write, and what is cast, scaled or copied before and after.
     """
 
     def sizes(op: Operation) -> dict[int, int]:
@@ -70,7 +71,7 @@ def _logits(graph: StepGraph) -> set[int]:
             if graph.storages[value.storage].producer is not None
         }
 
-    of_loss = [sizes(op) for op in graph.operations if OF_THE_LOSS.search(op.name)]
+    of_loss = [sizes(op) for op in graph.operations if op.module in heads or OF_THE_LOSS.search(op.name)]
     least = max((size for one in of_loss for size in one.values()), default=0) // 2
     found = {storage for one in of_loss for storage, size in one.items() if size > least}
     before = -1
