@@ -27,7 +27,6 @@ from lowtide.extensions.tiles.search import (
     set_tiles,
 )
 from lowtide.graph import StepGraph, no_collection
-from lowtide.interception import suspended
 from lowtide.meter.resident import model_device
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import plain
@@ -114,7 +113,7 @@ class Tiles(Extension):
         self._costs.room_bytes = None if fixed is None else fixed - inputs.resident_bytes()
 
         def traced() -> Entry:
-            with suspended(), limiter.inside():
+            with limiter.inside():
                 return self._traced(limiter, inputs)
 
         try:

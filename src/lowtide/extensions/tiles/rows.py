@@ -248,7 +248,8 @@ def summed_loss(
         term: as of `lowtide.extensions.tiles.products.Pieces`.
     """
     wide = products.widened()
-    return _SummedLoss.apply(wide.without_tensors(), rule, length, term, known, *wide.tensors())  # type: ignore
+    found: Any = _SummedLoss.apply(wide.without_tensors(), rule, length, term, known, *wide.tensors())
+    return found
 
 
 # ---- without gradients ---------------------------------------------------------------------------

@@ -38,7 +38,8 @@ _KINDS = {"parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
 
 _OF_ONE_TOKEN = re.compile(
     r"aten\.(add|sub|mul|div|pow|neg|rsqrt|sqrt|exp|sigmoid|tanh|silu|gelu|relu|leaky_relu|hardtanh|clamp|"
-    r"mean|native_layer_norm|_fused_rms_norm|native_dropout|bernoulli|empty_like|_to_copy|clone|copy|mm|addmm)_?\."
+    r"mean|native_layer_norm|_fused_rms_norm|native_dropout|bernoulli|empty_like|_to_copy|clone|copy|mm|"
+    r"addmm)_?\."
 )
 """Operations that treat each token alone, products with a weight among them."""
 
