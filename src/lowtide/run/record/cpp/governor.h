@@ -139,7 +139,9 @@ class Forms {  // of one limit: what its operations need
   void know(const Known& all) {
     std::lock_guard<std::mutex> guard(mutex_);
     for (auto& [key, need, seconds] : all.first) forms_.emplace(key, Form{need, seconds});
-    for (auto& [name, overload, ratio] : all.second) ratios_.emplace(c10::OperatorName(name, overload), ratio);
+    for (auto& [name, overload, ratio] : all.second) {
+      ratios_.emplace(c10::OperatorName(name, overload), ratio);
+    }
   }
 
   const Meter& meter() const { return meter_; }

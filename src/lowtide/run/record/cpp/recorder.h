@@ -331,8 +331,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
   // ---- operations that are recorded ----
 
-  bool record(const Fact& fact, const Program::Operation* known, const OperatorHandle& op, DispatchKeySet keys,
-              Stack* stack, bool backward) {
+  bool record(const Fact& fact, const Program::Operation* known, const OperatorHandle& op,
+              DispatchKeySet keys, Stack* stack, bool backward) {
     if (tape().any_blank()) {
       for (auto& one : tensors_) {
         if (tape().is_blank(one.key)) return false;
@@ -458,7 +458,9 @@ inline PyObject* unpacked(PyObject*, PyObject* handle) {
   Unseen unseen;
   save_backward();
   if (SavedKept* kept = Boxed<SavedKept>::in(handle)) return kept->back().release().ptr();
-  if (SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle)) return wrapped(evicted->back()).release().ptr();
+  if (SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle)) {
+    return wrapped(evicted->back()).release().ptr();
+  }
   return functions->unpack(py::handle(handle)).release().ptr();
   END_HANDLE_TH_ERRORS
 }
